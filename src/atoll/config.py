@@ -1,0 +1,455 @@
+"""Every setting of a run, as frozen dataclasses: read from TOML, overridden from the command line, validated before anything is built.
+
+One path serves files and flags: `load_config(name_or_path, overrides)` lays dotted keys over a preset, refuses what it does
+not know with the nearest name, and `validate` refuses impossible combinations. A refused setting is a `ConfigError`: one line
+that names the field, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+
+class UserError(Exception):
+    """A mistake of the user's: shown as one line on stderr, exit code 2, never as a traceback."""
+
+
+class ConfigError(UserError):
+    """A setting that cannot be: the message names the field, the value and the remedy."""
+
+
+def _refuse(name: str, value: object, remedy: str) -> typing.NoReturn:
+    raise ConfigError(f"{name} = {value!r}: {remedy}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes of the text model. Names follow the hub's `config.json` where it has one (architecture.md §1.2)."""
+
+    vocab_size: int = 4096  # tokens in the vocabulary, special tokens included
+    hidden_size: int = 128  # width of the residual stream
+    num_hidden_layers: int = 5  # decoder layers
+    num_attention_heads: int = 4  # heads of the latent attention (MLA)
+    full_attn_layers: tuple[int, ...] | None = None  # MLA layers, counted from 1; default every fourth and the last
+    kda_num_heads: int = 4  # heads of the delta attention (KDA)
+    kda_head_dim: int = 32  # key and value width of a KDA head; also the rank of the decay's projection
+    short_conv_kernel_size: int = 4  # taps of the causal convolution before KDA
+    gate_lower_bound: float | None = -5.0  # lower bound of KDA's log decay; "none" is the unbounded softplus gate
+    use_full_rank_gate: bool = True  # KDA's output gate: one matrix, or two of rank kda_head_dim
+    q_lora_rank: int | None = 32  # rank of MLA's query; "none" is a direct projection
+    kv_lora_rank: int = 32  # width of the cached MLA latent
+    qk_nope_head_dim: int = 32  # per-head key width of MLA
+    qk_rope_head_dim: int = 16  # shared key width of MLA; never rotated (NoPE)
+    v_head_dim: int = 32  # per-head value width of MLA
+    mla_use_output_gate: bool = True  # sigmoid gate on MLA's output
+    intermediate_size: int = 600  # width of the dense MLP in the first layers
+    first_k_dense_replace: int = 1  # how many first layers have a dense MLP in place of experts
+    num_experts: int = 896  # routed experts a layer
+    num_experts_per_token: int = 16  # routed experts a token visits
+    num_shared_experts: int = 2  # shared experts, stored as one MLP of their summed width
+    moe_intermediate_size: int = 56  # inner width of one expert
+    routed_expert_hidden_size: int | None = 64  # latent width the routed experts work in; "none" is the full width
+    latent_moe_use_norm: bool = True  # RMSNorm on the summed latent before it is projected up
+    moe_renormalize: bool = True  # divide the mixture weights by their sum
+    routed_scaling_factor: float = 1.0  # factor on the mixture weights
+    router_weights: Literal["unbiased", "biased"] = "unbiased"  # scores the mixture weights come from
+    hidden_act: Literal["situ", "silu"] = "situ"  # activation of every GLU
+    activation_situ_beta: float = 4.0  # cap of SiTU's gate
+    activation_situ_linear_beta: float | None = 25.0  # cap of SiTU's linear half; "none" leaves it uncapped
+    residual: Literal["block", "full", "plain"] = "block"  # how layers see earlier layers
+    attn_res_block_size: int = 2  # decoder layers in one block of the attention residual
+    rms_norm_eps: float = 1e-5  # epsilon of the decoder's norms
+    latent_norm_eps: float = 1e-6  # epsilon of MLA's two latent norms
+    initializer_range: float = 0.02  # standard deviation of the projections at the start
+    a_log_storage: int | None = None  # stored length of A_log when padded (128 in the blueprint's release)
+    bos_token_id: int = 0  # starts every document
+    eos_token_id: int = 1  # ends every document
+    pad_token_id: int = 2  # fills; never counted
+
+    def full_attention(self) -> tuple[int, ...]:
+        """MLA layers, counted from 1 as in the hub's lists (architecture.md §1.5)."""
+        if self.full_attn_layers is not None:
+            return self.full_attn_layers
+        every = range(4, self.num_hidden_layers + 1, 4)
+        return tuple(sorted({*every, self.num_hidden_layers}))
+
+    def is_kda(self, layer: int) -> bool:
+        """Whether the 0-based `layer` mixes by KDA (else by MLA)."""
+        return layer + 1 not in self.full_attention()
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the 0-based `layer` has a dense MLP (else routed experts)."""
+        return layer < self.first_k_dense_replace
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """How the routed experts are kept level (training.md §1)."""
+
+    kind: Literal["quantile", "none"] = "quantile"  # rule that sets the router's bias
+    bins: int | None = 1000  # bins of the histogram; "none" solves from all margins
+    ema: float = 0.0  # share of the old bias kept at each update
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from and how it becomes samples."""
+
+    source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet
+    text_field: str = "text"  # field of a JSONL or parquet record that holds the text
+    suffixes: tuple[str, ...] = ()  # file endings read from a folder; empty takes every text file
+    heldout: float = 0.02  # share of files kept for validation, by a hash of their path
+    max_bytes: int | None = None  # stop reading the training split after this many bytes
+    tokenizer: str = "train"  # "train" fits a byte-level BPE on the training split; or a path to tokenizer.json
+    cache: str = "~/.cache/atoll"  # where tokenizers and token files are kept
+    seed: int = 0  # order of the samples
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Per-head Muon for matrices, AdamW for the rest (training.md §3)."""
+
+    lr: float = 4e-3  # peak learning rate of Muon
+    adam_lr: float = 4e-3  # peak learning rate of AdamW
+    min_lr: float = 0.0  # share of the peak left at the end of the cosine
+    warmup: float = 0.01  # share of the steps spent in linear warm-up
+    weight_decay: float = 0.1  # decoupled weight decay of matrices
+    momentum: float = 0.95  # Muon's momentum
+    nesterov: bool = True  # Muon looks one step ahead
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's moments
+    eps: float = 1e-8  # AdamW's epsilon
+    experts: Literal["muon", "adamw"] = "muon"  # rule for the routed experts' matrices
+    grad_clip: float = 1.0  # largest global gradient norm
+    qk_clip: float | None = 100.0  # largest MLA logit; above it the query and key weights shrink ("none" is off)
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage of the context curriculum."""
+
+    name: str = "1k"  # shown in every metric and plot
+    length: int = 1024  # tokens in one sequence
+    share: float = 1.0  # share of the run's steps
+    batch: int = 8  # sequences in one optimizer step
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop: how long, how often, where, how safe."""
+
+    steps: int | None = None  # optimizer steps; "none" derives them from `minutes`
+    minutes: float | None = 5.0  # wall-clock budget of the whole command
+    micro_batch: int | None = None  # sequences in one forward pass; "none" takes the stage's whole batch
+    seed: int = 0  # weights and sampling
+    device: str = "auto"  # "auto", "cpu", "cuda"
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # compute type; "auto" is float32 on a CPU, bfloat16 on a GPU
+    threads: int | None = None  # CPU threads; "none" takes what torch finds
+    gradient_checkpointing: bool = False  # recompute each layer in the backward pass
+    validate_every: int = 50  # steps between validations on a fixed part of the held-out split
+    validate_tokens: int = 32768  # tokens of that part
+    sample_every: int = 50  # steps between text samples
+    sample_prompt: str = "def parse"  # what the samples continue
+    save_every: int = 100  # steps between checkpoints
+    keep: int = 2  # checkpoints kept
+    skip_spike: float | None = 3.0  # skip a step whose gradient norm is over this many times its running mean; "none" is off
+    evaluate: bool = True  # at the end, measure the whole held-out split beside gzip and xz
+    report: bool = True  # at the end, write report.html and plots
+    export: bool = True  # at the end, write model/ in the hub's layout
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    stages: tuple[StageConfig, ...] = (StageConfig(),)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def presets() -> list[str]:
+    """Names of the presets that ship with the package."""
+    return sorted(p.name[:-5] for p in resources.files("atoll.presets").iterdir() if p.name.endswith(".toml"))
+
+
+ALIASES = {"150m": "1b-a50m", "1b": "7b-a310m", "7b": "50b-a2b"}
+
+
+def load_config(name: str | Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Read a preset by name or a TOML file by path, lay `overrides` (dotted keys) over it, validate.
+
+    A file may say `preset = "tiny"` at its top to start from a preset. Raises `ConfigError`.
+    """
+    tree = _read_tree(name)
+    base = Config()
+    if (parent := tree.pop("preset", None)) is not None:
+        base = load_config(str(parent))
+    config = _merge(base, tree, "")
+    for key, value in (overrides or {}).items():
+        config = _override(config, key, value)
+    validate(config)
+    return config
+
+
+def _read_tree(name: str | Path) -> dict[str, Any]:
+    text = str(name)
+    resource = resources.files("atoll.presets") / f"{ALIASES.get(text, text)}.toml"
+    if "/" not in text and resource.is_file():
+        return _parse_toml(resource.read_text(), text)
+    path = Path(text).expanduser()
+    if path.is_file():
+        try:
+            return _parse_toml(path.read_text(encoding="utf-8"), text)
+        except UnicodeDecodeError:
+            raise ConfigError(f"config = {text!r}: not UTF-8 text; give a TOML file") from None
+    known = [*presets(), *ALIASES]
+    near = difflib.get_close_matches(text, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"give a TOML file or one of {', '.join(known)}"
+    raise ConfigError(f"config = {text!r}: no such preset or file; {hint}")
+
+
+def _parse_toml(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config = {name!r}: not valid TOML ({error}); mend that line") from None
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _unknown(cls: type, key: str, prefix: str) -> typing.NoReturn:
+    names = [f.name for f in dataclasses.fields(cls)]
+    near = difflib.get_close_matches(key, names, 1, 0.5)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(names)}"
+    raise ConfigError(f"{prefix}{key}: no such setting; {hint}")
+
+
+def _merge(base: Any, tree: dict[str, Any], prefix: str) -> Any:
+    """`base` with the nested `tree` laid over it."""
+    hints, changes = _hints(type(base)), {}
+    for key, value in tree.items():
+        if key not in hints:
+            _unknown(type(base), key, prefix)
+        name = prefix + key
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                _refuse(name, value, f"a table of settings is expected, as [{name}]")
+            changes[key] = _merge(getattr(base, key), value, name + ".")
+        elif key == "stages":
+            changes[key] = _read_stages(value)
+        else:
+            changes[key] = _coerce(hints[key], value, name)
+    return dataclasses.replace(base, **changes)
+
+
+def _read_stages(value: Any) -> tuple[StageConfig, ...]:
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        _refuse("stages", value, "a list of tables is expected, as [[stages]]")
+    return tuple(_merge(StageConfig(), v, f"stages.{i}.") for i, v in enumerate(value))
+
+
+def _override(config: Any, key: str, value: Any, prefix: str = "") -> Any:
+    """`config` with one dotted key replaced; `stages.0.length` reaches into the list."""
+    head, _, rest = key.partition(".")
+    if isinstance(config, tuple):
+        if not head.isdigit() or int(head) >= len(config):
+            _refuse(prefix + head, value, f"stages are numbered 0 to {len(config) - 1}")
+        index = int(head)
+        return (*config[:index], _override(config[index], rest, value, f"{prefix}{head}."), *config[index + 1 :])
+    hints = _hints(type(config))
+    if head not in hints:
+        _unknown(type(config), head, prefix)
+    current = getattr(config, head)
+    if dataclasses.is_dataclass(current) or head == "stages":
+        if not rest:
+            _refuse(prefix + head, value, f"a group of settings; set one of its fields, as {prefix}{head}.NAME")
+        return dataclasses.replace(config, **{head: _override(current, rest, value, f"{prefix}{head}.")})
+    if rest:
+        _unknown(type(config), key, prefix)
+    return dataclasses.replace(config, **{head: _coerce(hints[head], value, prefix + head)})
+
+
+def _coerce(kind: Any, value: Any, name: str) -> Any:
+    """`value` (from TOML, or a string from the command line) as `kind`, or a `ConfigError` that names `name`."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        return _coerce(next(a for a in args if a is not type(None)), value, name)
+    if origin is Literal:
+        if value in args:
+            return value
+        near = difflib.get_close_matches(str(value), args, 1)
+        _refuse(name, value, (f"did you mean {near[0]!r}? " if near else "") + f"one of {', '.join(map(repr, args))} is expected")
+    if origin is tuple:
+        items = [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            _refuse(name, value, "a list is expected")
+        if args[-1] is not Ellipsis and len(items) != len(args):
+            _refuse(name, value, f"{len(args)} values are expected")
+        return tuple(_coerce(args[0], v, name) for v in items)
+    return _scalar(kind, value, name)
+
+
+def _scalar(kind: type, value: Any, name: str) -> Any:
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        _refuse(name, value, "true or false is expected")
+    if kind is str:
+        if isinstance(value, (str, Path)):
+            return str(value)
+        _refuse(name, value, "text is expected")
+    if isinstance(value, bool):
+        _refuse(name, value, "a number is expected")
+    try:
+        number = float(str(value).replace("_", ""))
+    except ValueError:
+        _refuse(name, value, "a whole number is expected" if kind is int else "a number is expected")
+    if number != number or number in (float("inf"), float("-inf")):
+        _refuse(name, value, "a finite number is expected")
+    if kind is int and number != int(number):
+        _refuse(name, value, "a whole number is expected")
+    return int(str(value).replace("_", "")) if kind is int and str(value).replace("_", "").lstrip("+-").isdigit() else kind(number)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def to_toml(config: Config) -> str:
+    """The whole config as TOML that `load_config` reads back to an equal `Config`. A None is written as "none"."""
+    lines: list[str] = []
+    for group in dataclasses.fields(config):
+        value = getattr(config, group.name)
+        if group.name == "stages":
+            for stage in value:
+                lines += ["[[stages]]", *_table(stage), ""]
+        else:
+            lines += [f"[{group.name}]", *_table(value), ""]
+    return "\n".join(lines)
+
+
+def _table(group: Any) -> list[str]:
+    return [f"{f.name} = {_toml(getattr(group, f.name))}" for f in dataclasses.fields(group)]
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c >= " " else f"\\u{ord(c):04x}" for c in escaped) + '"'
+
+
+def describe(cls: type) -> dict[str, str]:
+    """Field name → its one-line meaning, read from the comment beside it."""
+    import inspect
+    import re
+
+    found = re.findall(r"^    (\w+):[^\n]*?  # (.+)$", inspect.getsource(cls), re.M)
+    return dict(found)
+
+
+# ---------------------------------------------------------------- validation
+
+
+def validate(config: Config) -> None:
+    """Refuse impossible combinations. Raises `ConfigError` naming the field, the value and the remedy."""
+    validate_model(config.model)
+    _validate_stages(config.stages)
+    _validate_train(config)
+
+
+def _positive(group: Any, prefix: str, names: typing.Iterable[str]) -> None:
+    for name in names:
+        value = getattr(group, name)
+        if value is not None and value <= 0:
+            _refuse(prefix + name, value, "a number above 0 is expected")
+
+
+def validate_model(m: ModelConfig) -> None:
+    """Refuse shapes that cannot be built or trained."""
+    _positive(
+        m,
+        "model.",
+        "vocab_size hidden_size num_hidden_layers num_attention_heads kda_num_heads kda_head_dim q_lora_rank kv_lora_rank "
+        "qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size num_experts num_experts_per_token "
+        "moe_intermediate_size routed_expert_hidden_size attn_res_block_size rms_norm_eps latent_norm_eps "
+        "activation_situ_beta activation_situ_linear_beta initializer_range".split(),
+    )
+    if m.num_experts_per_token >= m.num_experts:
+        _refuse("model.num_experts_per_token", m.num_experts_per_token, f"must be below num_experts = {m.num_experts}")
+    if m.num_experts_per_token == 1 and m.moe_renormalize:
+        _refuse("model.num_experts_per_token", 1, "with renormalised weights the router gets no gradient; take 2 or moe_renormalize = false")
+    if m.gate_lower_bound is not None and not -5.0 <= m.gate_lower_bound < 0:
+        _refuse("model.gate_lower_bound", m.gate_lower_bound, "must lie in [-5, 0), or \"none\" for the unbounded gate")
+    if m.short_conv_kernel_size < 2:
+        _refuse("model.short_conv_kernel_size", m.short_conv_kernel_size, "2 taps or more are expected")
+    if m.num_shared_experts < 0 or m.first_k_dense_replace < 0:
+        _refuse("model.num_shared_experts", m.num_shared_experts, "0 or more is expected")
+    outside = [i for i in m.full_attention() if not 1 <= i <= m.num_hidden_layers]
+    if outside:
+        _refuse("model.full_attn_layers", outside, f"layers are counted from 1 to {m.num_hidden_layers}")
+    if m.a_log_storage is not None and m.a_log_storage < m.kda_num_heads:
+        _refuse("model.a_log_storage", m.a_log_storage, f"must hold kda_num_heads = {m.kda_num_heads}")
+    ids = {"bos_token_id": m.bos_token_id, "eos_token_id": m.eos_token_id, "pad_token_id": m.pad_token_id}
+    for name, value in ids.items():
+        if not 0 <= value < m.vocab_size:
+            _refuse(f"model.{name}", value, f"must be below vocab_size = {m.vocab_size}")
+
+
+def _validate_stages(stages: tuple[StageConfig, ...]) -> None:
+    if not stages:
+        _refuse("stages", [], "at least one stage is expected")
+    for i, stage in enumerate(stages):
+        _positive(stage, f"stages.{i}.", ("length", "share", "batch"))
+        if i and stage.length <= stages[i - 1].length:
+            _refuse(f"stages.{i}.length", stage.length, f"must grow: the stage before has {stages[i - 1].length}")
+    names = [s.name for s in stages]
+    if len(set(names)) != len(names):
+        _refuse("stages.name", names, "each stage needs a name of its own")
+    total = sum(s.share for s in stages)
+    if abs(total - 1) > 1e-6:
+        _refuse("stages.share", [s.share for s in stages], f"shares must add up to 1, not {total:g}")
+
+
+def _validate_train(config: Config) -> None:
+    t, d, o = config.train, config.data, config.optim
+    _positive(t, "train.", "steps minutes micro_batch threads validate_every validate_tokens sample_every save_every keep".split())
+    _positive(o, "optim.", "lr adam_lr eps grad_clip qk_clip".split())
+    if t.steps is None and t.minutes is None:
+        _refuse("train.steps", None, "set train.steps or train.minutes")
+    if not 0 < d.heldout < 1:
+        _refuse("data.heldout", d.heldout, "a share between 0 and 1 is expected")
+    if not 0 <= o.warmup < 1:
+        _refuse("optim.warmup", o.warmup, "a share from 0 up to 1 is expected")
+    if not 0 <= config.balance.ema < 1:
+        _refuse("balance.ema", config.balance.ema, "a share from 0 up to 1 is expected")
+    if config.balance.bins is not None and config.balance.bins < 2:
+        _refuse("balance.bins", config.balance.bins, "2 bins or more are expected")
+    if t.micro_batch is not None:
+        for i, stage in enumerate(config.stages):
+            if stage.batch % t.micro_batch and stage.batch > t.micro_batch:
+                _refuse("train.micro_batch", t.micro_batch, f"must divide stages.{i}.batch = {stage.batch}")
