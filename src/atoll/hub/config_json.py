@@ -11,26 +11,20 @@ from typing import Any
 
 from atoll.config import ConfigError, ModelConfig, UserError, _merge, validate_model
 
-# Hub key → field, where the two share a meaning and the value needs no translation.
-SHARED = {
-    name: name
-    for name in (
-        "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-        "v_head_dim intermediate_size first_k_dense_replace num_experts num_experts_per_token num_shared_experts "
-        "moe_intermediate_size moe_renormalize routed_scaling_factor rms_norm_eps initializer_range "
-        "bos_token_id eos_token_id pad_token_id"
-    ).split()
-}
+# Keys that are fields of the same name; SHAPES must stand in a file, the rest have defaults.
+OPTIONAL = ("q_lora_rank", "moe_renormalize", "routed_scaling_factor", "rms_norm_eps", "initializer_range")
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+SHAPES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size", "first_k_dense_replace"),
+)
+SHARED = (*SHAPES, *OPTIONAL, *SPECIAL)
 LINEAR = {
     "num_heads": "kda_num_heads",
     "head_dim": "kda_head_dim",
     "short_conv_kernel_size": "short_conv_kernel_size",
 }
-OPTIONAL = (
-    "q_lora_rank first_k_dense_replace moe_renormalize routed_scaling_factor rms_norm_eps initializer_range "
-    "bos_token_id eos_token_id pad_token_id"
-).split()
-REQUIRED = (*(key for key in SHARED if key not in OPTIONAL), "linear_attn_config")
 # Settings that may stand in a file with one value only, because the model has no other form of them.
 FIXED = {
     "moe_layer_freq": 1,
@@ -58,14 +52,13 @@ def is_kimi_linear(m: ModelConfig) -> bool:
 
 def to_json(m: ModelConfig, dtype: str = "bfloat16", max_length: int = MAX_LENGTH) -> dict[str, Any]:
     """The `config.json` of `m`; `dtype` names the type most tensors are stored in."""
-    special = {"bos_token_id": m.bos_token_id, "eos_token_id": m.eos_token_id, "pad_token_id": m.pad_token_id}
     if is_kimi_linear(m):
         inert = {"head_dim": m.hidden_size // m.num_attention_heads, "rope_theta": 10000.0, "rope_scaling": None}
         return {**_common(m), **inert, "dtype": dtype, "model_max_length": max_length}
     text = {**_common(m), **_blueprint(m), "dtype": dtype, "max_position_embeddings": max_length}
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
-        **special,
+        **{key: getattr(m, key) for key in SPECIAL},
         "dtype": dtype,
         "ignore_index": -100,
         "model_type": "kimi_k3",
@@ -86,7 +79,7 @@ def _common(m: ModelConfig) -> dict[str, Any]:
     out: dict[str, Any] = {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
-        **{key: getattr(m, field) for key, field in SHARED.items()},
+        **{key: getattr(m, key) for key in SHARED},
         **FIXED,
         "num_key_value_heads": m.num_attention_heads,
         "hidden_act": m.hidden_act,
@@ -124,15 +117,18 @@ def from_json(tree: Any, name: str = "config.json") -> ModelConfig:
     if text.get("quantization_config"):
         method = text["quantization_config"].get("format", "quantised") if isinstance(text["quantization_config"], dict) else "quantised"
         raise UserError(f"{name}: quantization_config = {method!r}: quantised weights are not supported yet; give an unquantised folder")
-    _require(text, REQUIRED, name, "")
+    _require(text, (*SHAPES, "linear_attn_config"), name, "")
     for key, value in FIXED.items():
         if text.get(key, value) not in (value, None):
             raise UserError(f"{name}: {key} = {text[key]!r}: only {value!r} is supported")
+    heads = text["num_attention_heads"]
+    if text.get("num_key_value_heads", heads) != heads:
+        raise UserError(f"{name}: num_key_value_heads = {text['num_key_value_heads']!r}: must equal num_attention_heads = {heads!r}")
     linear = text["linear_attn_config"]
     if not isinstance(linear, dict):
         raise UserError(f"{name}: linear_attn_config = {linear!r}: an object of settings is expected")
     _require(linear, (*LINEAR, "full_attn_layers"), name, "linear_attn_config.")
-    fields = {field: text[key] for key, field in SHARED.items() if key in text}
+    fields = {key: text[key] for key in SHARED if key in text}
     fields |= {field: linear[key] for key, field in LINEAR.items()}
     fields |= _translated(text, linear, name)
     return _build(fields, name)
