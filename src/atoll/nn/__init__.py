@@ -1,0 +1,10 @@
+"""Modules with parameters. Each is independent: `from atoll.nn import DeltaAttention, LatentAttention, LatentMoE, BlockResidual`."""
+
+from atoll.nn.block_residual import BlockResidual, Stream
+from atoll.nn.cache import Cache
+from atoll.nn.decoder import LanguageModel
+from atoll.nn.delta_attention import DeltaAttention
+from atoll.nn.latent_attention import LatentAttention
+from atoll.nn.latent_moe import LatentMoE, Routing
+
+__all__ = ["BlockResidual", "Cache", "DeltaAttention", "LanguageModel", "LatentAttention", "LatentMoE", "Routing", "Stream"]

@@ -1,0 +1,243 @@
+"""Command-line words to settings: dotted overrides for `train`, plain functions for the other verbs, one-line errors for all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import io
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from atoll.config import Config, StageConfig, UserError, describe, load_config, presets
+
+OWN_FLAGS = ("resume", "minutes", "out")
+
+
+@dataclass
+class TrainArguments:
+    """What follows `atoll train`."""
+
+    config: str | None = None  # preset or TOML file
+    overrides: dict[str, str] = field(default_factory=dict)  # dotted key → text
+    resume: str | None = None
+    minutes: str | None = None
+    out: str | None = None
+
+
+def parse_train(words: list[str]) -> TrainArguments:
+    """`CONFIG --a.b value --a.b=value --resume RUN --minutes N --out DIR` in any order. Raises `UserError`."""
+    args, rest = TrainArguments(), list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            if word.startswith("-"):
+                raise UserError(f"{word}: no such flag; settings are written --group.name value, see atoll train --help")
+            if args.config is not None:
+                raise UserError(f"{word!r}: one CONFIG is expected, and {args.config!r} stands there already")
+            args.config = word
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(f"--{name}: a value is expected, as --{name} VALUE")
+            value = rest.pop(0)
+        _put(args, name, value)
+    return args
+
+
+def _put(args: TrainArguments, name: str, value: str) -> None:
+    if name in OWN_FLAGS:
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name}: given twice")
+        setattr(args, name, value)
+    elif "." not in name:
+        near = _near(name)
+        hint = f"did you mean --{near}?" if near else "settings are written --group.name value"
+        raise UserError(f"--{name}: no such flag; {hint}")
+    elif name in args.overrides:
+        raise UserError(f"--{name}: given twice")
+    else:
+        args.overrides[name] = value
+
+
+def _near(name: str) -> str | None:
+    """The flag that a name without a dot may mean: the setting so called in its group, or one spelt alike."""
+    groups = {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config) if f.name != "stages"}
+    inside = {f.name: f"{group}.{f.name}" for group, cls in groups.items() for f in dataclasses.fields(cls)}
+    near = difflib.get_close_matches(name, [*OWN_FLAGS, *inside], 1, 0.6)
+    return inside.get(near[0], near[0]) if near else None
+
+
+# ---------------------------------------------------------------- the other verbs
+
+
+def call(verb: Callable[..., Any], words: list[str], prog: str) -> Any:
+    """Call `verb` with `words` read by its signature. Help is printed as usual; a mistake is a one-line `UserError`."""
+    import tyro
+
+    _known_flags(verb, words, prog)
+    heard = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(heard):
+            ready = tyro.cli(_later(verb), args=words, prog=prog)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            return None
+        _refuse(heard.getvalue(), prog)
+    return ready()
+
+
+def _known_flags(verb: Callable[..., Any], words: list[str], prog: str) -> None:
+    """Refuse a flag the verb does not have, with the nearest it has."""
+    flags = ["--help", *("--" + name.replace("_", "-") for name in inspect.signature(verb).parameters)]
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in [*flags, "--", *("--no-" + f[2:] for f in flags)]:
+            near = difflib.get_close_matches(flag, flags, 1)
+            raise UserError(f"{flag}: no such flag; " + (f"did you mean {near[0]}?" if near else f"see {prog} --help"))
+
+
+def _later(verb: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    """`verb` with the same signature, but giving the call to make: the words are read first, the work is done outside."""
+
+    @functools.wraps(verb)
+    def bind(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return functools.partial(verb, *args, **kwargs)
+
+    return bind
+
+
+def _refuse(box: str, prog: str) -> NoReturn:
+    """The parser's message, a framed paragraph, as one line."""
+    rows = [re.sub(r"[╭╮╰╯│─]+", " ", line).strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    frame = [row for row in rows[1:] if row]  # the first row is the frame's title
+    text = re.split(r"\s(?:Argument helptext:|For full helptext)", " ".join(frame))[0]
+    text = re.sub(r"\s+", " ", text).strip()
+    missing = re.match(r"Missing from [^:]*: ?(.*)", text)
+    if missing:
+        text = f"{missing[1].split()[0]} is missing"
+    elif wrong := re.match(r"Error parsing (\S+): (.*)", text):
+        text = f"{wrong[1].lstrip('-')}: {wrong[2]}"
+    raise UserError(f"{text}; see {prog} --help")
+
+
+# ---------------------------------------------------------------- help for train
+
+TRAIN_USAGE = """\
+usage: atoll train CONFIG [--group.name VALUE ...] [--minutes N] [--out DIR]
+       atoll train --resume RUN [--group.name VALUE ...]
+
+CONFIG is a preset ({presets}) or a TOML file.
+
+  --minutes N     train for N minutes in all, whatever the config says
+  --out DIR       run folder (default: runs/NAME, or the next free runs/NAME-2, ...)
+  --resume RUN    go on from the newest checkpoint in RUN
+
+Every setting, with its value in {name} and its meaning. A value of none switches off what may be absent.
+"""
+
+
+def train_help(config: Config, name: str, presets: list[str], width: int = 120) -> str:
+    """Usage and every setting of `config`, aligned: flag, value, meaning."""
+    lines = [TRAIN_USAGE.format(presets=", ".join(presets), name=name)]
+    for group in dataclasses.fields(config):
+        value = getattr(config, group.name)
+        if group.name == "stages":
+            for i, stage in enumerate(value):
+                lines += [f"[stages.{i}]", *_rows(stage, f"stages.{i}.", describe(StageConfig), width), ""]
+        else:
+            lines += [f"[{group.name}]", *_rows(value, f"{group.name}.", describe(type(value)), width), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rows(group: Any, prefix: str, meanings: dict[str, str], width: int) -> list[str]:
+    cells = [(f"--{prefix}{f.name}", _shown(getattr(group, f.name)), meanings.get(f.name, "")) for f in dataclasses.fields(group)]
+    flags, values = (max(len(cell[i]) for cell in cells) for i in (0, 1))
+    indent = 2 + flags + 2 + values + 2
+    rows = []
+    for flag, value, meaning in cells:
+        head = f"  {flag:<{flags}}  {value:<{values}}  "
+        rows.append(textwrap.fill(meaning, max(width, indent + 30), initial_indent=head, subsequent_indent=" " * indent))
+    return rows
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or '""'
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---------------------------------------------------------------- folders
+
+
+def plan_run(args: TrainArguments) -> tuple[Config, Path]:
+    """The config and the folder of the run that `args` ask for. Raises `UserError`."""
+    if args.resume is not None:
+        if args.config or args.out or args.minutes:
+            extra = f"CONFIG {args.config!r}" if args.config else "--out" if args.out else "--minutes"
+            raise UserError(f"--resume {args.resume}: {extra} does not go with it; a resumed run keeps its folder, config and schedule")
+        folder = run_folder(args.resume)
+        return load_config(folder / "config.toml", args.overrides), folder
+    if args.config is None:
+        raise UserError(f"train: a CONFIG is expected: a TOML file or one of {', '.join(presets())}; for instance atoll train tiny")
+    overrides: dict[str, Any] = dict(args.overrides)
+    if args.minutes is not None:
+        clash = next((key for key in ("train.minutes", "train.steps") if key in overrides), None)
+        if clash:
+            raise UserError(f"--minutes {args.minutes}: does not go with --{clash}; give one of the two")
+        overrides |= {"train.minutes": args.minutes, "train.steps": "none"}
+    config = load_config(args.config, overrides)
+    return config, Path(args.out).expanduser() if args.out else free_folder(Path("runs"), Path(args.config).stem)
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """`parent/name`, or the first of `name-2`, `name-3`, ... that is not there yet."""
+    number, folder = 1, parent / name
+    while folder.exists():
+        number += 1
+        folder = parent / f"{name}-{number}"
+    return folder
+
+
+def run_folder(run: str) -> Path:
+    """The existing folder of a run. Raises `UserError`."""
+    folder = Path(run).expanduser()
+    if not folder.is_dir():
+        known = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
+        near = difflib.get_close_matches(folder.name, known, 1)
+        raise UserError(f"run = {run!r}: no such folder" + (f"; did you mean {str(folder.parent / near[0])!r}?" if near else ""))
+    if not (folder / "config.toml").is_file():
+        raise UserError(f"run = {run!r}: no config.toml there; give the folder that atoll train wrote")
+    return folder
+
+
+def model_folder(run: str) -> Path:
+    """The folder in the hub's layout that `run` is or holds. Raises `UserError`."""
+    folder = Path(run).expanduser()
+    if not (folder / "config.json").is_file():
+        folder = run_folder(run) / "model"
+        if not (folder / "config.json").is_file():
+            raise UserError(f"run = {run!r}: no model/ there yet; finish it with atoll train --resume {run}")
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder}: no tokenizer.json; text cannot be read without it")
+    return folder
+
+
+def show(result: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:
+    """Print `result` for a program or for a person."""
+    print(json.dumps(result) if as_json else render(result).rstrip("\n"))
+
+
+def write(text: str) -> None:
+    """Print a piece of text at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

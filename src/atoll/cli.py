@@ -1,0 +1,144 @@
+"""The `atoll` command: one function a verb, no logic. A user's mistake is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from atoll import __version__, arguments
+from atoll.config import UserError, load_config, presets
+
+Run = Annotated[Positional[str], arg(metavar="RUN")]
+
+
+def train(words: list[str]) -> None:
+    """Train a model: `atoll train tiny` needs nothing but this machine."""
+    if {"-h", "--help"} & set(words):
+        name = next((word for word in words if not word.startswith("-")), "tiny")
+        print(arguments.train_help(load_config(name), name, presets()), end="")
+        return
+    args = arguments.parse_train(words)
+    config, out = arguments.plan_run(args)
+    from atoll.train import run
+
+    run(config, out, resume=args.resume is not None)
+
+
+def sample(
+    run: Run,
+    prompt: Annotated[Positional[str], arg(metavar="PROMPT")] = "",
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Continue a text with a trained model.
+
+    Args:
+        run: a run's folder, or a folder in the hub's layout
+        prompt: the text to continue; empty starts a document
+        tokens: most tokens to add
+        temperature: 0 always takes the likeliest token; 1 samples as the model believes
+        top_p: sample among the likeliest tokens that hold this share of the probability
+        top_k: sample among this many likeliest tokens
+        seed: the same seed gives the same text
+    """
+    folder = arguments.model_folder(run)
+    from atoll import load
+    from atoll.data.tokenizer import Tokenizer
+    from atoll.infer.sample import continue_text
+
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    sys.stdout.write(prompt)
+    continue_text(load(folder), tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write)
+    sys.stdout.write("\n")
+
+
+def evaluate(run: Run, json: bool = False) -> None:
+    """Measure a run's model on its whole held-out split, in bits per byte.
+
+    Args:
+        run: a run's folder
+        json: print one JSON object
+    """
+    folder = arguments.run_folder(run)
+    from atoll.evals import heldout
+
+    result = heldout.evaluate(folder)
+    arguments.show(result, json, heldout.render)
+
+
+def report(run: Run) -> None:
+    """Write report.html and plots of a run, finished or not.
+
+    Args:
+        run: a run's folder
+    """
+    folder = arguments.run_folder(run)
+    from atoll.report import write
+
+    print(write(folder))
+
+
+def plan(name: Annotated[Positional[str], arg(metavar="NAME")], json: bool = False) -> None:
+    """Count parameters, memory and state of a model before anything is trained.
+
+    Args:
+        name: a preset or a TOML file
+        json: print one JSON object
+    """
+    from atoll.plan import summary
+
+    arguments.show(summary.report(load_config(name).model), json, summary.render)
+
+
+VERBS = {"train": train, "sample": sample, "eval": evaluate, "report": report, "plan": plan}
+
+
+def usage() -> str:
+    """What `atoll --help` prints."""
+    lines = ["usage: atoll VERB ...", "", "Train and use sparse models of one blueprint, from a laptop's CPU up.", ""]
+    lines += [f"  {name:<8} {(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items()]
+    return "\n".join([*lines, "", "atoll VERB --help says more; atoll --version names the version."])
+
+
+def _dispatch(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return
+    if words[0] == "--version":
+        print(f"atoll {__version__}")
+        return
+    name, *rest = words
+    if name not in VERBS:
+        near = difflib.get_close_matches(name, VERBS, 1, 0.4)
+        raise UserError(f"{name!r}: no such verb; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(VERBS)} is expected"))
+    if name == "train":
+        train(rest)
+    else:
+        arguments.call(VERBS[name], rest, f"atoll {name}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
+    try:
+        _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return 0
+    except UserError as error:
+        message = str(error)
+    except BrokenPipeError:  # the reader of our output has gone; say nothing more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
+    except OSError as error:
+        message = f"{error.filename or 'file system'}: {error.strerror or error}; mend that and start again"
+    except KeyboardInterrupt:
+        print("atoll: interrupted", file=sys.stderr)
+        return 130
+    print("atoll: " + " ".join(message.split()), file=sys.stderr)
+    return 2

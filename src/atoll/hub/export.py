@@ -1,0 +1,166 @@
+"""Write a model as a folder in the hub's layout, which the usual engines load unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from atoll.config import ModelConfig, UserError
+from atoll.hub import config_json
+from atoll.hub.layout import Slot, pack, slots
+from atoll.hub.load import INDEX, SINGLE
+
+OURS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
+
+
+class SavesTokenizer(Protocol):
+    """What `save` needs of a tokenizer: writing itself as `tokenizer.json`."""
+
+    def save(self, path: Path) -> None:
+        """Write `tokenizer.json` at `path`."""
+        ...
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer: SavesTokenizer | None = None,
+    shard_bytes: float = 5e9,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write `model` (and `tokenizer`) to `folder`; returns the folder.
+
+    Most tensors are written in `dtype` (default: the embedding's type), the ones the release keeps in float32 at least in float32.
+    Weights over `shard_bytes` bytes are split into shards with an index. Everything is written beside the folder and renamed
+    into place, so a folder is whole or absent. Saving what was loaded from such a folder gives the same bytes again.
+    Raises `UserError` when the folder holds something else or cannot be written.
+    """
+    folder = Path(folder).expanduser()
+    _refuse_foreign(folder)
+    parts = slots(model, dtype)
+    main = next(slot.dtype for slot in parts if slot.name.endswith("embed_tokens.weight"))
+    with _aside(folder) as aside:
+        _write_json(aside / "config.json", config_json.to_json(model.config, str(main).removeprefix("torch.")))
+        _write_json(aside / "generation_config.json", _generation(model.config))
+        _write_weights(parts, aside, shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save(aside / "tokenizer.json")
+            _write_json(aside / "tokenizer_config.json", _tokenizer_config(aside / "tokenizer.json", model.config))
+    return folder
+
+
+def _generation(m: ModelConfig) -> dict[str, Any]:
+    return {"bos_token_id": m.bos_token_id, "eos_token_id": m.eos_token_id, "pad_token_id": m.pad_token_id, "do_sample": True}
+
+
+def _tokenizer_config(path: Path, m: ModelConfig) -> dict[str, Any]:
+    added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
+    content = {token["id"]: token["content"] for token in added}
+    named = {"bos_token": m.bos_token_id, "eos_token": m.eos_token_id, "pad_token": m.pad_token_id}
+    special = {key: content[i] for key, i in named.items() if i in content}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config_json.MAX_LENGTH,
+        **special,
+    }
+
+
+def _write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_weights(parts: list[Slot], folder: Path, shard_bytes: float) -> None:
+    shards = list(_split(parts, shard_bytes))
+    if len(shards) == 1:
+        _write_shard(shards[0], folder / SINGLE)
+        return
+    where: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(shard, folder / file)
+        where |= {slot.name: file for slot in shard}
+    total = sum(slot.num_bytes for slot in parts)
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _split(parts: Iterable[Slot], shard_bytes: float) -> Iterator[list[Slot]]:
+    shard: list[Slot] = []
+    size = 0
+    for slot in parts:
+        if shard and size + slot.num_bytes > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(slot)
+        size += slot.num_bytes
+    yield shard
+
+
+def _write_shard(shard: list[Slot], path: Path) -> None:
+    save_file({slot.name: pack(slot) for slot in shard}, path, metadata={"format": "pt"})
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """An older export may be replaced; anything else that stands in the way is left alone."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is a file; give a folder")
+    if not folder.is_dir():
+        return
+    foreign = sorted(p.name for p in folder.iterdir() if p.name not in OURS and not _is_weights(p.name))
+    if foreign:
+        raise UserError(f"{folder}: holds {foreign[0]}, which an export would not write; give a new folder")
+
+
+def _is_weights(name: str) -> bool:
+    return name.startswith("model") and name.endswith(".safetensors")
+
+
+@contextlib.contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its place when the block ends well, and is removed otherwise."""
+    aside = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        aside.chmod(0o755)
+        yield aside
+        for path in aside.iterdir():
+            _sync(path)
+        _sync(aside)
+        _swap(aside, folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{folder}: cannot be written ({reason}); free space or give another folder") from None
+    finally:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _swap(aside: Path, folder: Path) -> None:
+    if not folder.exists():
+        os.replace(aside, folder)
+    else:
+        old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+        os.replace(folder, old)
+        os.replace(aside, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

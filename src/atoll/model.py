@@ -1,0 +1,262 @@
+"""The whole model: what `atoll.load` gives. Knows its config, its loss, its cache; generation and files are called from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, validate_model
+from atoll.nn.cache import Cache, empty_cache
+from atoll.nn.decoder import LanguageModel
+from atoll.nn.delta_attention import DeltaAttention
+from atoll.nn.latent_moe import LatentMoE, Routing
+from atoll.ops.loss import linear_cross_entropy
+
+IGNORE = -100
+
+
+@dataclass
+class Output:
+    """What a forward pass returns. `loss` is the mean over `num_targets` counted targets; `routing` holds ids [T,k] a MoE layer."""
+
+    logits: Tensor | None
+    loss: Tensor | None
+    num_targets: Tensor | None
+    cache: Cache | None
+    routing: list[Tensor]
+
+
+class Model(nn.Module):
+    """A text model of the blueprint. Weights are set when it is built, except on the meta device (then `reset_parameters`).
+
+    Args:
+        config: shapes. balance: how experts are kept level in training.
+        dtype: type of the weights; gates, filters, head norms and the router's bias are float32 or wider whatever it is.
+        device: where; "meta" allocates nothing.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        balance: BalanceConfig | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        validate_model(config)
+        self.config = config
+        self.language_model = LanguageModel(config, balance or BalanceConfig(), dtype=dtype, device=device)
+        if self.language_model.lm_head.weight.device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Set every parameter and buffer to its start (`seed` seeds torch's generators first)."""
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.language_model.reset_parameters(self.config.initializer_range)
+
+    # -------------------------------------------------- looking inside
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Drop each layer's activations and compute them again in the backward pass."""
+        return self.language_model.model.gradient_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        self.language_model.model.gradient_checkpointing = value
+
+    @property
+    def device(self) -> torch.device:
+        return self.language_model.lm_head.weight.device
+
+    def moe_layers(self) -> list[LatentMoE]:
+        """The layers with routed experts, first to last."""
+        return [m for m in self.modules() if isinstance(m, LatentMoE)]
+
+    def num_parameters(self) -> int:
+        """Parameters and router biases, as a checkpoint stores them (padding of A_log aside)."""
+        biases = sum(m.gate.e_score_correction_bias.numel() for m in self.moe_layers())
+        return sum(p.numel() for p in self.parameters()) + biases
+
+    def new_cache(self, batch: int) -> Cache:
+        """An empty cache for `batch` sequences that advance together."""
+        return empty_cache(batch, [self.config.is_kda(i) for i in range(self.config.num_hidden_layers)])
+
+    # -------------------------------------------------- forward
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
+        logits: bool | None = None,
+        routing: Iterable[Tensor] | None = None,
+        record: dict[str, Any] | None = None,
+    ) -> Output:
+        """Logits [B,T,V] in at least float32, or the loss.
+
+        Args:
+            input_ids: int64 [B,T]; packed documents as [1,T] with `cu_seqlens` int64 [N+1] from 0 to T.
+            labels: [B,T], usually `input_ids` itself: position t is predicted from what precedes it; the shift is made here.
+                -100 is not counted, nor is the first token of a row or document.
+            cache: from `new_cache`; moved on in place.
+            logits: whether to return logits; by default when there are no labels.
+            routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
+            record: a dict to fill with probes: "depth_weights", "decay", "load".
+        """
+        self._check(input_ids, labels, cu_seqlens, cache)
+        routes = self._routes(routing)
+        probe = self._start_probes(record)
+        mask = input_ids.ne(self.config.pad_token_id) if self.training else None
+        hidden = self.language_model.model(
+            input_ids, cu_seqlens=cu_seqlens, cache=cache, mask=mask, routing=routes, probe=probe
+        )
+        if cache is not None:
+            cache.length += input_ids.shape[1]
+        if record is not None:
+            self._finish_probes(record, probe or [], routes)
+        loss, count = (None, None) if labels is None else self._loss(hidden, labels, cu_seqlens)
+        scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
+        return Output(scores, loss, count, cache, [r.ids for r in routes if r.ids is not None])
+
+    def _check(self, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | None) -> None:
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: [batch, tokens] is expected")
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(f"labels have shape {tuple(labels.shape)}: {tuple(input_ids.shape)} is expected, as input_ids")
+        if cu_seqlens is not None:
+            if cache is not None:
+                raise ValueError("cu_seqlens and cache: a cache serves whole rows; give one of the two")
+            check_segments(cu_seqlens, input_ids.shape)
+        if cache is not None and cache.batch != input_ids.shape[0]:
+            raise ValueError(f"cache for {cache.batch} sequences, input_ids for {input_ids.shape[0]}: they must agree")
+
+    def _routes(self, routing: Iterable[Tensor] | None) -> list[Routing]:
+        layers = self.moe_layers()
+        if routing is None:
+            return [Routing() for _ in layers]
+        routes = [Routing(ids) for ids in routing]
+        if len(routes) != len(layers):
+            raise ValueError(f"routing for {len(routes)} layers: {len(layers)} are expected")
+        return routes
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        return F.linear(hidden.to(exact), self.language_model.lm_head.weight.to(exact))
+
+    def _loss(self, hidden: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        targets = next_tokens(labels, cu_seqlens)
+        total, count = linear_cross_entropy(hidden.flatten(0, 1), self.language_model.lm_head.weight, targets.flatten())
+        return total / count.clamp(min=1), count
+
+    # -------------------------------------------------- probes
+
+    def _start_probes(self, record: dict[str, Any] | None) -> list[Tensor] | None:
+        for module in self.modules():
+            if isinstance(module, DeltaAttention):
+                module.probe = None if record is None else []
+        return None if record is None else []
+
+    def _finish_probes(self, record: dict[str, Any], mixes: list[Tensor], routes: list[Routing]) -> None:
+        c = self.config
+        names = [f"{i}.{part}" for i in range(c.num_hidden_layers) for part in ("attention", "mlp")] + ["output"]
+        if mixes:  # the first layer's attention reads the embedding alone: no mix
+            record["depth_weights"] = list(zip(names[1:], mixes, strict=True))
+        record["decay"] = []
+        for i, layer in enumerate(self.language_model.model.layers):
+            mixer = layer.self_attn
+            if isinstance(mixer, DeltaAttention) and mixer.probe:
+                record["decay"].append((i, mixer.probe[-1].flatten()))
+                mixer.probe = None
+        record["load"] = [torch.bincount(r.ids.flatten(), minlength=c.num_experts) for r in routes if r.ids is not None]
+
+    # -------------------------------------------------- balancing
+
+    @torch.no_grad()
+    def balance_step(self, reduce: Callable[[Tensor], None] | None = None) -> dict[str, Any]:
+        """Once after each optimizer step: pool the counts, solve every layer's next bias, report the load.
+
+        `reduce` sums one integer tensor over ranks in place: one collective for all layers. Returns, a layer each,
+        `max_vio` (largest load over mean load, minus 1) and `dead` (share of experts without a token); empty lists
+        where nothing was counted.
+        """
+        layers = [m for m in self.moe_layers() if m.load is not None]
+        if reduce is not None and layers:
+            counted = [t for m in layers for t in (m.load, m.counts()) if t is not None]
+            pooled = torch.cat([t.reshape(-1).to(torch.int64) for t in counted])
+            reduce(pooled)
+            for t, part in zip(counted, pooled.split([t.numel() for t in counted]), strict=True):
+                t.copy_(part.view_as(t))
+        report: dict[str, Any] = {"max_vio": [], "dead": []}
+        for m in layers:
+            assert m.load is not None
+            load = m.load.double()
+            report["max_vio"].append(float(load.max() / load.mean().clamp(min=1e-9) - 1))
+            report["dead"].append(float((load == 0).double().mean()))
+            m.balance_step()
+        return report
+
+    # -------------------------------------------------- use
+
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """Continue `input_ids` [B,T]; see `atoll.infer.generate.generate` for the options."""
+        from atoll.infer.generate import generate
+
+        return generate(self, input_ids, max_new_tokens, **options)
+
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> Path:
+        """Write the hub layout: config.json, safetensors, and the tokenizer when one is given."""
+        from atoll.hub.export import save
+
+        return save(self, Path(folder), tokenizer)
+
+
+def check_segments(cu_seqlens: Tensor, shape: torch.Size) -> None:
+    """`cu_seqlens` must be int [N+1], rise from 0 to the row's length, with one row. Equal neighbours (empty documents) are allowed."""
+    if shape[0] != 1:
+        raise ValueError(f"cu_seqlens with {shape[0]} rows: packed documents come as one row [1, tokens]")
+    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}: integers [documents + 1] are expected")
+    if cu_seqlens.device.type == "cpu":
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(f"cu_seqlens must rise from 0 to {shape[1]}, the row's length")
+
+
+def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Targets [B,T]: at t the label of t+1, -100 where t is the last token of its row or document."""
+    targets = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORE)], 1)
+    if cu_seqlens is not None:
+        ends = cu_seqlens[1:] - 1
+        targets[:, ends[cu_seqlens[1:] > 0]] = IGNORE
+    return targets
+
+
+def load(
+    name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Model:
+    """A model by preset name (random weights) or from a folder in the hub's layout (also a run's `model/`).
+
+    Raises `UserError` (one line) for a folder that cannot be read whole.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return Model(load_config(name).model, dtype=dtype or torch.float32, device=device)
+    from atoll.hub.load import load_into, read_config
+
+    if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
+        folder = folder / "model"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model = {str(name)!r}: no config.json there; give a preset, a run or a folder in the hub's layout")
+    model = Model(read_config(folder), dtype=dtype or torch.float32, device=device)
+    load_into(model, folder)
+    return model.eval()

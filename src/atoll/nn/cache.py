@@ -1,0 +1,78 @@
+"""What a decoder remembers between calls: KDA's state and convolution window, MLA's latents. Residuals need nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class DeltaState:
+    """One KDA layer: `state` [B,H,K,V] float32; `window` [B,W-1,3·H·K], the last inputs of the convolutions, oldest first."""
+
+    state: Tensor | None = None
+    window: Tensor | None = None
+
+
+class LatentState:
+    """One MLA layer: normed latent and shared key of every token so far, [B,S,kv_lora+rope], in a buffer that doubles."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+        self.length = 0
+
+    def append(self, rows: Tensor) -> Tensor:
+        """Add `rows` [B,T,R]; return all rows so far [B,length,R] as a view."""
+        end = self.length + rows.shape[1]
+        if self.buffer is None or end > self.buffer.shape[1]:
+            size = max(64, 2 * end) if self.buffer is not None else max(64, end)
+            grown = rows.new_empty(rows.shape[0], size, rows.shape[2])
+            if self.buffer is not None:
+                grown[:, : self.length] = self.buffer[:, : self.length]
+            self.buffer = grown
+        self.buffer[:, self.length : end] = rows
+        self.length = end
+        return self.buffer[:, :end]
+
+
+@dataclass
+class Cache:
+    """States of all layers for `batch` sequences that advance together. Pass it to `model(ids, cache=cache)`; it is updated in place."""
+
+    batch: int
+    layers: list[DeltaState | LatentState] = field(default_factory=list)
+    length: int = 0
+
+    def fork(self, copies: int) -> Cache:
+        """A cache for `copies` continuations of each sequence, sharing nothing with this one."""
+        fresh = Cache(self.batch * copies, [], self.length)
+        for layer in self.layers:
+            fresh.layers.append(_fork_layer(layer, copies))
+        return fresh
+
+    def num_bytes(self) -> int:
+        """Memory of all states, in bytes."""
+        tensors = [t for layer in self.layers for t in vars(layer).values() if isinstance(t, Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _fork_layer(layer: DeltaState | LatentState, copies: int) -> DeltaState | LatentState:
+    def repeat(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.repeat_interleave(copies, 0)
+
+    if isinstance(layer, DeltaState):
+        return DeltaState(repeat(layer.state), repeat(layer.window))
+    fresh = LatentState()
+    fresh.buffer, fresh.length = repeat(layer.buffer), layer.length
+    return fresh
+
+
+def empty_cache(batch: int, is_kda: list[bool]) -> Cache:
+    """A cache before the first token; one entry a layer."""
+    if batch < 1:
+        raise ValueError(f"batch = {batch}: at least one sequence is expected")
+    return Cache(batch, [DeltaState() if kda else LatentState() for kda in is_kda])
+
+
+

@@ -1,0 +1,199 @@
+"""The text decoder: embedding, layers that read the past over time (KDA or MLA) and over depth (block residual), final norm.
+
+Layer order: Kimi K3 report §2, arXiv 2607.24653, with the depth schedule of arXiv 2603.15031 Fig. 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from atoll.config import BalanceConfig, ModelConfig
+from atoll.nn.block_residual import Stream, mix
+from atoll.nn.cache import Cache, DeltaState, LatentState
+from atoll.nn.delta_attention import DeltaAttention
+from atoll.nn.latent_attention import LatentAttention
+from atoll.nn.latent_moe import LatentMoE, Routing
+from atoll.nn.linear import Linear, RMSNorm, Weight
+from atoll.nn.mlp import GatedMLP
+
+
+def build_mixer(c: ModelConfig, layer: int, **factory) -> DeltaAttention | LatentAttention:
+    """The mixer over time of a 0-based layer."""
+    if c.is_kda(layer):
+        return DeltaAttention(
+            c.hidden_size,
+            c.kda_num_heads,
+            c.kda_head_dim,
+            conv_size=c.short_conv_kernel_size,
+            lower_bound=c.gate_lower_bound,
+            full_rank_gate=c.use_full_rank_gate,
+            eps=c.rms_norm_eps,
+            **factory,
+        )
+    return LatentAttention(
+        c.hidden_size,
+        c.num_attention_heads,
+        q_lora_rank=c.q_lora_rank,
+        kv_lora_rank=c.kv_lora_rank,
+        nope_dim=c.qk_nope_head_dim,
+        rope_dim=c.qk_rope_head_dim,
+        v_dim=c.v_head_dim,
+        output_gate=c.mla_use_output_gate,
+        latent_eps=c.latent_norm_eps,
+        **factory,
+    )
+
+
+def build_mlp(c: ModelConfig, layer: int, balance: BalanceConfig, **factory) -> GatedMLP | LatentMoE:
+    """The MLP of a 0-based layer."""
+    act = {"activation": c.hidden_act, "beta": c.activation_situ_beta, "linear_beta": c.activation_situ_linear_beta}
+    if c.is_dense(layer):
+        return GatedMLP(c.hidden_size, c.intermediate_size, **act, **factory)
+    return LatentMoE(
+        c.hidden_size,
+        c.routed_expert_hidden_size,
+        c.num_experts,
+        c.num_experts_per_token,
+        c.moe_intermediate_size,
+        shared=c.num_shared_experts,
+        latent_norm=c.latent_moe_use_norm,
+        renormalize=c.moe_renormalize,
+        scale=c.routed_scaling_factor,
+        weights_from=c.router_weights,
+        eps=c.rms_norm_eps,
+        balance=balance.kind,
+        bins=balance.bins,
+        ema=balance.ema,
+        **act,
+        **factory,
+    )
+
+
+class DecoderLayer(nn.Module):
+    """One layer: read over depth, mix over time, add; read over depth, MLP, add."""
+
+    def __init__(self, c: ModelConfig, layer: int, balance: BalanceConfig, **factory) -> None:
+        super().__init__()
+        self.mode, self.eps = c.residual, c.rms_norm_eps
+        self.starts_block = layer % c.attn_res_block_size == 0
+        self.self_attn = build_mixer(c, layer, **factory)
+        mlp = build_mlp(c, layer, balance, **factory)
+        # The hub names dense and sparse layers differently.
+        self.mlp, self.block_sparse_moe = (mlp, None) if isinstance(mlp, GatedMLP) else (None, mlp)
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, **factory)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, **factory)
+        if self.mode != "plain":
+            self.self_attention_res_norm, self.mlp_res_norm = (Weight(c.hidden_size, **factory) for _ in range(2))
+            self.self_attention_res_proj, self.mlp_res_proj = (Weight(1, c.hidden_size, **factory) for _ in range(2))
+
+    def forward(
+        self,
+        stream: Stream,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: DeltaState | LatentState | None = None,
+        mask: Tensor | None = None,
+        routing: Routing | None = None,
+        probe: list[Tensor] | None = None,
+    ) -> Stream:
+        h = self._read(stream, "self_attention", probe)
+        if self.mode == "full" or (self.mode == "block" and self.starts_block):
+            stream = stream.close()
+        stream = stream.add(self.self_attn(self.input_layernorm(h), cu_seqlens=cu_seqlens, cache=cache))
+        h = self.post_attention_layernorm(self._read(stream, "mlp", probe))
+        if self.mode == "full":
+            stream = stream.close()
+        if self.mlp is not None:
+            return stream.add(self.mlp(h))
+        assert self.block_sparse_moe is not None
+        return stream.add(self.block_sparse_moe(h, mask=mask, routing=routing))
+
+    def _read(self, stream: Stream, sublayer: str, probe: list[Tensor] | None) -> Tensor:
+        if self.mode == "plain":
+            assert stream.prefix is not None
+            return stream.prefix
+        norm, query = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
+        return mix(stream, norm.weight, query.weight, self.eps, probe)
+
+
+class Decoder(nn.Module):
+    """Token ids [B,T] to normed hidden states [B,T,D]."""
+
+    def __init__(self, c: ModelConfig, balance: BalanceConfig, **factory) -> None:
+        super().__init__()
+        self.residual, self.eps = c.residual, c.rms_norm_eps
+        self.gradient_checkpointing = False
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, **factory)
+        self.layers = nn.ModuleList(DecoderLayer(c, i, balance, **factory) for i in range(c.num_hidden_layers))
+        if c.residual != "plain":
+            self.output_attn_res_norm = Weight(c.hidden_size, **factory)
+            self.output_attn_res_proj = Weight(1, c.hidden_size, **factory)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, **factory)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+        routing: list[Routing] | None = None,
+        probe: list[Tensor] | None = None,
+    ) -> Tensor:
+        stream = Stream((), self.embed_tokens(input_ids))
+        routes = iter(routing or [])
+        for i, layer in enumerate(self.layers):
+            call = {
+                "cu_seqlens": cu_seqlens,
+                "cache": None if cache is None else cache.layers[i],
+                "mask": mask,
+                "routing": next(routes, None) if layer.block_sparse_moe is not None else None,
+                "probe": probe,
+            }
+            stream = self._recomputed(layer, stream, call) if self._recompute(cache) else layer(stream, **call)
+        return self.norm(self._output(stream, probe))
+
+    def _recompute(self, cache: Cache | None) -> bool:
+        return self.gradient_checkpointing and self.training and cache is None and torch.is_grad_enabled()
+
+    def _recomputed(self, layer: Callable[..., Stream], stream: Stream, call: dict) -> Stream:
+        """The layer with its activations dropped and computed again in the backward pass, experts as first chosen."""
+        if call["routing"] is None:
+            call = {**call, "routing": Routing()}
+        out = checkpoint(layer, stream, use_reentrant=False, preserve_rng_state=False, **call)
+        assert isinstance(out, Stream)
+        return out
+
+    def _output(self, stream: Stream, probe: list[Tensor] | None) -> Tensor:
+        if self.residual == "plain":
+            assert stream.prefix is not None
+            return stream.prefix
+        return mix(stream, self.output_attn_res_norm.weight, self.output_attn_res_proj.weight, self.eps, probe)
+
+
+class LanguageModel(nn.Module):
+    """Decoder and LM head, under the hub's names."""
+
+    def __init__(self, c: ModelConfig, balance: BalanceConfig, **factory) -> None:
+        super().__init__()
+        self.model = Decoder(c, balance, **factory)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, **factory)
+
+    def reset_parameters(self, std: float) -> None:
+        """Set every parameter and buffer: the start of training, whatever the memory held (also after `to_empty`)."""
+        nn.init.normal_(self.model.embed_tokens.weight, std=std)
+        nn.init.normal_(self.lm_head.weight, std=std)
+        for module in self.model.modules():
+            if isinstance(module, RMSNorm):
+                nn.init.ones_(module.weight)
+            elif isinstance(module, (DeltaAttention, LatentAttention, LatentMoE, GatedMLP)):
+                module.reset_parameters(std)
+        for name, parameter in self.named_parameters():
+            if "_res_norm." in name:
+                nn.init.ones_(parameter)
+            elif "_res_proj." in name:
+                nn.init.zeros_(parameter)

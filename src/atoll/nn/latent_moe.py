@@ -1,0 +1,200 @@
+"""Latent mixture of experts: routed experts work in a narrow latent, shared experts at full width.
+
+LatentMoE, arXiv 2601.18089; routing, the norm on the summed latent and quantile balancing: Kimi K3 report §2.3, arXiv 2607.24653.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.nn.linear import Linear, RMSNorm
+from atoll.nn.mlp import GatedMLP
+from atoll.ops import QuantileHistogram, experts_mlp, quantile_bias, route
+from atoll.ops.routing import route_weights
+
+
+@dataclass
+class Routing:
+    """Experts of one layer's tokens, ids [T,k]. Set before the call, it forces them; empty, the call fills it.
+
+    A recomputed layer finds what its first pass chose, so near-tied experts cannot flip and nothing is counted twice.
+    """
+
+    ids: Tensor | None = None
+
+
+class Router(nn.Module):
+    """Sigmoid scores in at least float32, and the bias that selects but never weighs."""
+
+    def __init__(self, dim: int, experts: int, *, device=None, dtype=None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, dim, device=device, dtype=dtype))
+        exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        self.register_buffer("e_score_correction_bias", torch.zeros(experts, device=device, dtype=exact))
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = self.e_score_correction_bias.dtype
+        return torch.sigmoid(F.linear(x.to(exact), self.weight.to(exact)))
+
+
+class Experts(nn.Module):
+    """Weights of all routed experts, stacked: w1 (gate) and w3 (up) [E,I,L], w2 (down) [E,L,I]."""
+
+    def __init__(self, experts: int, dim: int, hidden: int, **factory) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(torch.empty(experts, hidden, dim, **factory)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.empty(experts, dim, hidden, **factory))
+
+
+class LatentMoE(nn.Module):
+    """A drop-in mixture of experts, [..., dim] to [..., dim].
+
+    In training it counts, over every call, the tokens each expert got (`load`) and what the balancer needs; call
+    `balance_step()` once after each optimizer step. In evaluation, in a recomputed pass and for masked tokens it counts nothing.
+
+    Args:
+        dim: width of the input. latent_dim: width the routed experts work in, or None for the full width.
+        experts, top_k: E and k. hidden: inner width of one expert. shared: shared experts, fused into one MLP.
+        renormalize, scale: mixture weights are scores over their sum, times `scale`.
+        weights_from: "unbiased" scores, or "biased" as the released Kimi-Linear code does.
+        balance: "quantile" or "none". bins: histogram bins, or None for the exact rule. ema: share of the old bias kept.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        latent_dim: int | None,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        *,
+        shared: int = 2,
+        latent_norm: bool = True,
+        renormalize: bool = True,
+        scale: float = 1.0,
+        weights_from: str = "unbiased",
+        activation: str = "situ",
+        beta: float = 4.0,
+        linear_beta: float | None = 25.0,
+        eps: float = 1e-5,
+        balance: str = "quantile",
+        bins: int | None = 1000,
+        ema: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if top_k >= experts:
+            raise ValueError(f"top_k = {top_k}: must be below experts = {experts}")
+        self.top_k, self.renormalize, self.scale, self.weights_from = top_k, renormalize, scale, weights_from
+        self.activation, self.beta, self.linear_beta = activation, beta, linear_beta
+        self.balance, self.bins, self.ema = balance, bins, ema
+        weights = {"device": device, "dtype": dtype}
+        self.gate = Router(dim, experts, **weights)
+        self.experts = Experts(experts, latent_dim or dim, hidden, **weights)
+        self.routed_expert_down_proj = Linear(dim, latent_dim, **weights) if latent_dim else None
+        self.routed_expert_norm = RMSNorm(latent_dim, eps, **weights) if latent_dim and latent_norm else None
+        self.routed_expert_up_proj = Linear(latent_dim, dim, **weights) if latent_dim else None
+        act = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
+        self.shared_experts = GatedMLP(dim, shared * hidden, **act, **weights) if shared else None
+        self._histogram: QuantileHistogram | None = None
+        self._scores: list[Tensor] = []
+        self.load: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate.weight.shape[0]
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Every matrix normal(0, std), norm weight 1, bias 0."""
+        for weight in (self.gate.weight, self.experts.w1, self.experts.w3, self.experts.w2):
+            nn.init.normal_(weight, std=std)
+        for proj in (self.routed_expert_down_proj, self.routed_expert_up_proj):
+            if proj is not None:
+                nn.init.normal_(proj.weight, std=std)
+        if self.routed_expert_norm is not None:
+            nn.init.ones_(self.routed_expert_norm.weight)
+        if self.shared_experts is not None:
+            self.shared_experts.reset_parameters(std)
+        nn.init.zeros_(self.gate.e_score_correction_bias)
+        self.clear()
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, routing: Routing | None = None) -> Tensor:
+        """`mask` [...] is false where a token is padding and must not be counted; `routing` records or forces experts."""
+        flat = x.reshape(-1, x.shape[-1])
+        ids, weights = self._route(flat, None if mask is None else mask.reshape(-1), routing)
+        latent = flat if self.routed_expert_down_proj is None else self.routed_expert_down_proj(flat)
+        e = self.experts
+        out = experts_mlp(
+            latent, ids, weights, e.w1, e.w3, e.w2, activation=self.activation, beta=self.beta, linear_beta=self.linear_beta
+        )
+        if self.routed_expert_norm is not None:
+            out = self.routed_expert_norm(out)
+        if self.routed_expert_up_proj is not None:
+            out = self.routed_expert_up_proj(out)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(flat)
+        return out.view_as(x)
+
+    def _route(self, x: Tensor, mask: Tensor | None, routing: Routing | None) -> tuple[Tensor, Tensor]:
+        scores = self.gate(x)
+        bias = self.gate.e_score_correction_bias
+        if routing is not None and routing.ids is not None:
+            ids = routing.ids
+        else:
+            with torch.no_grad():
+                ids, _, cutoff = route(scores.detach(), bias, self.top_k)
+                if self.training:
+                    self._observe(scores.detach(), ids, cutoff, mask)
+            if routing is not None:
+                routing.ids = ids
+        return ids, self._weights(scores, ids)
+
+    def _weights(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """Mixture weights [T,k] of the chosen experts; their gradient is the router's only one."""
+        source = scores if self.weights_from == "unbiased" else scores + self.gate.e_score_correction_bias
+        weights = route_weights(source, ids) if self.renormalize else source.gather(1, ids)
+        return weights if self.scale == 1.0 else weights * self.scale
+
+    # -------------------------------------------------- balancing
+
+    def _observe(self, scores: Tensor, ids: Tensor, cutoff: Tensor, mask: Tensor | None) -> None:
+        counted = ids if mask is None else ids[mask]
+        load = torch.bincount(counted.reshape(-1), minlength=self.num_experts)
+        self.load = load if self.load is None else self.load + load
+        if self.balance != "quantile":
+            return
+        if self.bins is None:
+            self._scores.append(scores if mask is None else scores[mask])
+            return
+        if self._histogram is None:
+            self._histogram = QuantileHistogram(self.num_experts, self.bins)
+            self._histogram.set_range(self.gate.e_score_correction_bias)
+        self._histogram.observe(scores, cutoff, mask)
+
+    def clear(self) -> None:
+        """Forget what was counted since the last balancing step."""
+        self._histogram, self.load = None, None
+        self._scores.clear()
+
+    def counts(self) -> Tensor | None:
+        """What the balancer counted, integers [E,bins], to be summed over ranks; None before the first training call."""
+        return None if self._histogram is None else self._histogram.counts
+
+    @torch.no_grad()
+    def balance_step(self) -> None:
+        """Solve the next bias from what was counted, put it in place, forget the counts. Takes effect from the next call."""
+        bias = self.gate.e_score_correction_bias
+        if self._histogram is not None:
+            new = self._histogram.solve(self.top_k)
+        elif self._scores:
+            new = quantile_bias(torch.cat(self._scores), bias, self.top_k)
+        else:
+            new = None
+        if new is not None:
+            bias.copy_(self.ema * bias + (1 - self.ema) * new.to(bias))
+        self.clear()
