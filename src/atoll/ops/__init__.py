@@ -1,0 +1,14 @@
+"""Math without parameters: every op as a plain function of tensors."""
+
+# Bound here, at once, and not on first use: importing the folder atoll.ops.kda would put the module where the function belongs.
+from atoll.ops.experts import experts_mlp
+from atoll.ops.routing import QuantileHistogram, quantile_bias, route
+from atoll.ops.situ import situ_glu
+
+__all__ = [
+    "QuantileHistogram",
+    "experts_mlp",
+    "quantile_bias",
+    "route",
+    "situ_glu",
+]

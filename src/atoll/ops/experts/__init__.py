@@ -1,0 +1,50 @@
+"""The routed experts: each token through k gated MLPs, summed with its weights (LatentMoE, arXiv 2601.18089; Kimi K3 report, eq. 11)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from atoll.ops.experts.grouped import Grouped
+from atoll.ops.experts.reference import experts_mlp_reference
+
+__all__ = ["experts_mlp", "experts_mlp_reference"]
+
+
+def _check(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> None:
+    if x.dim() != 2 or ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"x must be [T, L], ids and weights [T, k], not {list(x.shape)}, {list(ids.shape)}, {list(weights.shape)}")
+    if w1.dim() != 3 or w3.shape != w1.shape or w2.shape != (w1.shape[0], w1.shape[2], w1.shape[1]) or w1.shape[2] != x.shape[1]:
+        raise ValueError(
+            f"with x [T, {x.shape[1]}]: w1, w3 must be [E, I, L] and w2 [E, L, I], not {[list(w.shape) for w in (w1, w3, w2)]}"
+        )
+    if not x.dtype == w1.dtype == w3.dtype == w2.dtype:
+        raise ValueError(f"x and the experts' weights must have one dtype, not {x.dtype}, {w1.dtype}, {w3.dtype}, {w2.dtype}")
+
+
+def experts_mlp(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    *,
+    activation: str = "situ",
+    beta: float = 4.0,
+    linear_beta: float | None = 25.0,
+) -> Tensor:
+    """sum_j weights[t, j] * w2[e] act(w1[e] x[t], w3[e] x[t]) with e = ids[t, j].
+
+    x [T, L]; ids int64 [T, k], the experts of a token all different; weights [T, k], any float dtype; w1, w3 [E, I, L] (gate, up);
+    w2 [E, L, I] -> [T, L] in x.dtype. activation: "situ" (caps beta, linear_beta) or "silu". The activation runs in at least float32;
+    an expert's output is rounded to x.dtype, then weighted and summed in at least float32, in the order of ids[t]. Gradients to x,
+    weights, w1, w3, w2, once. Only visited experts' weights are read.
+    Same inputs, same bits, at any one number of threads. With the ids of all tokens unchanged, a token's output does not depend,
+    bit for bit, on other tokens' x or weights; when other tokens change experts, the sizes of the matmuls change and may move its last bit.
+    Source: Kimi K3 report, arXiv 2607.24653, eq. 11; LatentMoE, arXiv 2601.18089. Raises ValueError on shapes, dtypes or ids out of range.
+    """
+    _check(x, ids, weights, w1, w3, w2)
+    if activation not in ("situ", "silu"):
+        raise ValueError(f'activation = {activation!r} must be "situ" or "silu"')
+    betas = (beta, linear_beta) if activation == "situ" else None
+    return Grouped.apply(x, ids, weights, w1, w3, w2, betas)  # type: ignore[no-any-return]

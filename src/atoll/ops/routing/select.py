@@ -1,0 +1,54 @@
+"""Top-k selection on biased scores, mixture weights from the unbiased ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def top_by_index(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest of each row [T, E], descending, equal values in order of their index: the same answer on every device and run.
+
+    `torch.topk` leaves the order of equal values open. One value more than asked shows whether a row holds a tie that could
+    matter; only such rows are sorted in full.
+    """
+    asked = min(n + 1, values.shape[-1])
+    top, ids = values.topk(asked, dim=-1)
+    tied = (top[:, 1:] == top[:, :-1]).any(-1).nonzero().squeeze(-1)
+    if tied.numel():
+        full, order = values.index_select(0, tied).sort(dim=-1, descending=True, stable=True)
+        top.index_copy_(0, tied, full[:, :asked])
+        ids.index_copy_(0, tied, order[:, :asked])
+    return top[:, :n], ids[:, :n]
+
+
+def route(scores: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose k experts a token by `scores + bias`; weigh them by `scores` alone.
+
+    scores [T, E] after the sigmoid, bias [E] -> ids int64 [T, k] by falling biased score (ties: lowest index first),
+    weights [T, k] (differentiable in scores; sum to 1), cutoff [T], the (k+1)-th biased score. Weights and cutoff are float32,
+    or float64 for float64 scores. Source: Kimi K3 report, arXiv 2607.24653, eq. 13, app. C.
+    Raises ValueError unless 1 <= k < E and shapes fit.
+    """
+    if scores.dim() != 2 or bias.shape != scores.shape[1:]:
+        raise ValueError(f"scores must be [T, E] and bias [E], not {list(scores.shape)} and {list(bias.shape)}")
+    if not 1 <= k < scores.shape[1]:
+        raise ValueError(f"k = {k} must be at least 1 and below the number of experts, {scores.shape[1]}")
+    scores = _wide(scores)
+    with torch.no_grad():
+        top, ids = top_by_index(scores.detach() + bias.to(scores.dtype), k + 1)
+        ids, cutoff = ids[:, :k].contiguous(), top[:, k].contiguous()
+    return ids, route_weights(scores, ids), cutoff
+
+
+def route_weights(scores: Tensor, ids: Tensor) -> Tensor:
+    """Mixture weights [T, k] of given experts: their scores over (the scores' sum + 1e-20). For forced or replayed routing.
+
+    scores [T, E], ids int64 [T, k]; float32, or float64 for float64 scores. Source: Kimi K3 report, arXiv 2607.24653, eq. 13.
+    """
+    chosen = _wide(scores).gather(1, ids)
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20)

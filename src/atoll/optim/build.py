@@ -1,0 +1,100 @@
+"""One object that steps a whole model: Muon and AdamW side by side, masters, clips, and a flat state for checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from atoll.config import ModelConfig, OptimConfig
+from atoll.optim.clip import qk_clip
+from atoll.optim.groups import rules
+from atoll.optim.masters import MasterOptimizer
+from atoll.optim.muon import Muon
+
+
+class AdamW(MasterOptimizer, torch.optim.AdamW):
+    """torch's fused AdamW with float32 masters; `found_inf` (a float tensor of 0 or 1) makes `step` leave everything as it was."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+        for group in self.param_groups:
+            for p in group["params"]:
+                # As torch would on the first step; made now so that a checkpoint can be read into place.
+                step = torch.zeros((), dtype=torch.float32, device=p.device)
+                self.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        self.take_gradients()
+        loss = super().step(closure)
+        self.publish()
+        return loss
+
+
+class ModelOptimizer:
+    """Both optimizers of a model, stepped together. Every state tensor has a name, so that a checkpoint needs no pickle."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig, shapes: ModelConfig, ns_dtype: torch.dtype | None = None) -> None:
+        self.config, self.model = config, model
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.rules = rules(named.items(), shapes, config.experts)
+        muon = [n for n, r in self.rules.items() if r.kind == "muon"]
+        decayed = [n for n, r in self.rules.items() if r.kind == "adamw" and r.decay]
+        free = [n for n, r in self.rules.items() if r.kind == "adamw" and not r.decay]
+        self.parts: dict[str, tuple[MasterOptimizer, list[str], float]] = {}
+        if muon:
+            group = {"params": [named[n] for n in muon], "blocks": [self.rules[n].blocks for n in muon]}
+            rule = Muon([group], config.lr, config.weight_decay, config.momentum, config.nesterov, ns_dtype=ns_dtype)
+            self.parts["muon"] = (rule, muon, config.lr)
+        if decayed or free:
+            groups = [
+                {"params": [named[n] for n in names], "weight_decay": decay}
+                for names, decay in ((decayed, config.weight_decay), (free, 0.0))
+                if names
+            ]
+            adam = AdamW(groups, lr=config.adam_lr, betas=config.betas, eps=config.eps)
+            self.parts["adamw"] = (adam, decayed + free, config.adam_lr)
+        self.masters = {p: m for part, _, _ in self.parts.values() for p, m in part.pairs}
+        self._clipped: list[Any] = [m for m in model.modules() if hasattr(m, "track_max_logit")] if config.qk_clip else []
+        for layer in self._clipped:
+            layer.track_max_logit = True
+
+    def clip(self) -> Tensor:
+        """Clip all gradients in place by their global norm; returns the norm before, a scalar tensor. No host sync."""
+        having = [p for p in self.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in having if p.grad is not None])
+        clip_grads_with_norm_(having, self.config.grad_clip, norm)
+        return norm
+
+    def step(self, share: float, skip: Tensor | None = None) -> None:
+        """One update at `share` of the peak learning rates. `skip`: a float32 scalar of 0 or 1; 1 changes nothing at all."""
+        for part, _, peak in self.parts.values():
+            part.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
+            for group in part.param_groups:
+                group["lr"] = peak * share
+            part.step()
+        for layer in self._clipped:
+            assert self.config.qk_clip is not None
+            qk_clip(layer, self.config.qk_clip, self.masters, skip)
+            layer.max_logit = None
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for part, _, _ in self.parts.values():
+            part.zero_grad()
+
+    def state(self) -> dict[str, Tensor]:
+        """Every state tensor by name, live: `muon.momentum.NAME`, `adamw.exp_avg.NAME`, `master.NAME` and so on."""
+        tensors: dict[str, Tensor] = {}
+        for kind, (part, names, _) in self.parts.items():
+            held = [p for group in part.param_groups for p in group["params"]]
+            owners = {id(master) for _, master in part.pairs}
+            for name, p in zip(names, held, strict=True):
+                tensors |= {f"{kind}.{key}.{name}": value for key, value in part.state[p].items()}
+                if id(p) in owners:
+                    tensors[f"master.{name}"] = p.detach()
+        return tensors

@@ -1,0 +1,90 @@
+"""Which optimizer each parameter goes to, and how Muon splits it. One function says it all: `rule`.
+
+Muon (Kimi K3 report §2.5, per head): every matrix, with the projections that make queries, keys and values split along heads.
+AdamW (Moonlight §2.2): embedding, output head, everything of one dimension or none, and the small tensors whose rows are not
+directions of one space: convolution taps, the router, the depth queries of the block residual. The report is silent on the last
+three and on MLA's up-projections; those lines are our reading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from atoll.config import ModelConfig
+from atoll.optim.muon import Blocks
+
+WHOLE = Blocks()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is updated."""
+
+    kind: Literal["muon", "adamw"]
+    decay: bool  # whether weight decay pulls it towards zero
+    blocks: Blocks = WHOLE  # Muon only: what is orthogonalised by itself
+    why: str = ""  # shown by `describe`
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def rule(name: str, parameter: Tensor, model: ModelConfig, experts: Literal["muon", "adamw"] = "muon") -> Rule:
+    """The rule of the parameter `name` (hub name, experts stacked)."""
+    leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if leaf == "embed_tokens":
+        # A row without a token in the batch has no gradient; decay would only shrink it.
+        return Rule("adamw", False, why="embedding")
+    if leaf == "lm_head":
+        return Rule("adamw", True, why="output head")
+    if leaf in ("A_log", "dt_bias") or "norm" in leaf or parameter.dim() < 2:
+        return Rule("adamw", False, why="scale or bias")
+    if leaf.endswith("_res_proj"):
+        return Rule("adamw", False, why="depth query")
+    if leaf.endswith("conv1d"):
+        return Rule("adamw", False, why="convolution taps")
+    if leaf == "gate":
+        return Rule("adamw", True, why="router")
+    if ".experts." in name and parameter.dim() == 3:
+        return Rule(experts, True, why="one block an expert" if experts == "muon" else "routed experts")
+    blocks = _head_blocks(leaf, name, model)
+    return Rule("muon", True, blocks, "one block a head" if blocks.rows else "whole matrix")
+
+
+def _head_blocks(leaf: str, name: str, model: ModelConfig) -> Blocks:
+    """The split along heads of the projections that make queries, keys and values; whole otherwise."""
+    found = _LAYER.search(name)
+    if found is None or ".self_attn." not in name:
+        return WHOLE
+    if model.is_kda(int(found[1])):
+        per_head = leaf in ("q_proj", "k_proj", "v_proj")
+        return Blocks(model.kda_num_heads, (model.kda_head_dim,)) if per_head else WHOLE
+    if leaf in ("q_proj", "q_b_proj"):
+        return Blocks(model.num_attention_heads, (model.qk_nope_head_dim + model.qk_rope_head_dim,))
+    if leaf == "kv_b_proj":
+        return Blocks(model.num_attention_heads, (model.qk_nope_head_dim, model.v_head_dim))
+    return WHOLE
+
+
+def rules(named: Iterable[tuple[str, Tensor]], model: ModelConfig, experts: Literal["muon", "adamw"] = "muon") -> dict[str, Rule]:
+    """Name → rule for all trainable parameters of `named`."""
+    return {name: rule(name, p, model, experts) for name, p in named if p.requires_grad}
+
+
+def describe(module: nn.Module, model: ModelConfig, experts: Literal["muon", "adamw"] = "muon") -> str:
+    """The groups as a table a person reads: one line a kind of parameter (layer numbers folded), with counts."""
+    rows: dict[tuple[str, str, str, str], list[int]] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        r = rule(name, parameter, model, experts)
+        row = (re.sub(r"\.\d+\.", ".*.", name), r.kind, "decay" if r.decay else "no decay", r.why)
+        rows.setdefault(row, []).append(parameter.numel())
+    width = max((len(row[0]) for row in rows), default=0)
+    lines = [f"{row[0]:<{width}}  x{len(n):<3} {sum(n):>14,}  {row[1]:<5}  {row[2]:<8}  {row[3]}" for row, n in rows.items()]
+    return "\n".join(lines)
