@@ -91,7 +91,8 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dy, dfinal = grad_outputs
         x, weight, *rest = ctx.saved_tensors
         state, layout = (rest[0] if rest else None), ctx.layout
         wide = _wide_dtype(x, weight)

@@ -41,7 +41,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dy,) = grad_outputs
         x, weight, rstd = ctx.saved_tensors
         wide, dy = _wide(x), _wide(dy)
         dweight = _rows(dy * wide).mul_(_rows(rstd)).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -59,7 +60,8 @@ class _GatedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dy,) = grad_outputs
         x, weight, gate, rstd = ctx.saved_tensors
         wide, sigmoid = _wide(x), torch.sigmoid(_wide(gate))
         normed = wide * rstd
@@ -81,7 +83,8 @@ class _L2Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dy,) = grad_outputs
         x, rstd = ctx.saved_tensors
         return _normalise_backward(_wide(x), rstd, _wide(dy), 1).to(x.dtype), None
 

@@ -390,9 +390,11 @@ class _ChunkKDA(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dout, dfinal = grad_outputs
         layout, spec = ctx.layout, ctx.spec
-        inputs, rest = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors  # once: recompute hooks refuse a second unpack
+        inputs, rest = saved[:7], saved[7:]
         state, rest = (rest[0], rest[1:]) if ctx.has_state else (None, rest)
         if ctx.keep:
             chunks = _Chunks(Tiles(*rest[:5]), *rest[5:16])
