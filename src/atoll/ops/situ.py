@@ -1,73 +1,21 @@
 """Gated activations of the MLPs and experts: SiTU-GLU (Kimi K3 report, arXiv 2607.24653, eq. 12) and SwiGLU (arXiv 2002.05202).
 
-Both save only their two inputs and recompute the rest in the backward pass. Everything inside runs in at least float32.
+Both keep only their two inputs and recompute the rest in the backward pass. Everything inside runs in at least float32. On a CPU
+these passes cost as much time as the matmuls around them, so they work in given buffers, a cache-sized piece at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+Betas = tuple[float, float | None] | None  # SiTU's caps of the gate and of the linear half, or None for SwiGLU
 
-def tanh_(x: Tensor) -> Tensor:
-    """tanh in place. On a CPU through expm1, half the time of tanh there, with a relative error near eps at 0 too."""
-    if x.device.type != "cpu":
-        return x.tanh_()
-    # tanh saturates to 1 in float64 at 19.1, and exp(40) is far from overflow. clamp keeps NaN.
-    e = x.clamp_(-20.0, 20.0).mul_(2.0).expm1_()
-    return e.div_(e + 2.0)
-
-
-def situ_values(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    """The activation itself, without autograd, for inputs already in the dtype to compute in."""
-    out = tanh_(gate / beta).mul_(torch.sigmoid(gate))
-    if linear_beta is None:
-        return out.mul_(up).mul_(beta)
-    return out.mul_(tanh_(up / linear_beta)).mul_(beta * linear_beta)
-
-
-def situ_backward(
-    gate: Tensor, up: Tensor, beta: float, linear_beta: float | None, grad: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(value, d value/d gate, d value/d up), the last two times `grad` where given."""
-    s = torch.sigmoid(gate)
-    t = tanh_(gate / beta)
-    if linear_beta is None:
-        v, dv = up, None
-    else:
-        u = tanh_(up / linear_beta)
-        v = u * linear_beta
-        dv = u.mul_(u).neg_().add_(1.0)
-    g = t * s
-    # d/da [beta tanh(a/beta) sigmoid(a)] = s (1 - t²) + beta t s (1 - s) = s (1 + t (beta (1 - s) - t))
-    d_gate = s.mul(-beta).add_(beta).sub_(t).mul_(t).add_(1.0).mul_(s).mul_(v)
-    d_up = g.mul_(beta)
-    value = d_up * v
-    if dv is not None:
-        d_up = d_up.mul_(dv)
-    if grad is not None:
-        d_gate.mul_(grad)
-        d_up.mul_(grad)
-    return value, d_gate, d_up
-
-
-def swiglu_values(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.sigmoid(gate).mul_(gate).mul_(up)
-
-
-def swiglu_backward(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `situ_backward`, for silu(gate) * up."""
-    s = torch.sigmoid(gate)
-    d_up = s * gate
-    value = d_up * up
-    d_gate = s.neg().add_(1.0).mul_(gate).add_(1.0).mul_(s).mul_(up)
-    if grad is not None:
-        d_gate.mul_(grad)
-        d_up.mul_(grad)
-    return value, d_gate, d_up
+_PIECE = 2**18  # elements worked on at once on a CPU
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -75,39 +23,91 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class _Situ(torch.autograd.Function):
+def _tanh(x: Tensor, inner: float, outer: float, out: Tensor, spare: Tensor) -> Tensor:
+    """outer * tanh(x / inner) into `out`, which may be x. expm1 takes half of tanh's time on a CPU, and is as exact near 0."""
+    # tanh is 1 in float64 from 19.1 on, and exp(40) is far from overflow. clamp keeps NaN.
+    e = torch.mul(x, 2.0 / inner, out=out).clamp_(-40.0, 40.0).expm1_()
+    return e.div_(torch.add(e.new_full((), 2.0 / outer), e, alpha=1.0 / outer, out=spare))
+
+
+def _sigmoid(x: Tensor, out: Tensor) -> Tensor:
+    return torch.sigmoid(x, out=out)
+
+
+def glu_forward(gate: Tensor, up: Tensor, betas: Betas, out: Tensor, up_out: Tensor, spare: Tensor) -> Tensor:
+    """The activation into `out`; `up_out` (may be `up`) and `spare` are overwritten."""
+    if betas is None:
+        return _sigmoid(gate, out).mul_(gate).mul_(up)
+    beta, linear = betas
+    _tanh(gate, beta, beta if linear is None else beta * linear, out, spare).mul_(_sigmoid(gate, spare))
+    return out.mul_(up if linear is None else _tanh(up, linear, 1.0, up_out, spare))
+
+
+def glu_backward(
+    gate: Tensor, up: Tensor, betas: Betas, buffers: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    """(h, a, b, hc, gc): the value is hc * h, and its derivatives to gate and up are gc * a and gc * b. Overwrites gate and up.
+
+    With t = tanh(gate/beta), s = sigmoid(gate), g = t s, u = linear/beta tanh(up/linear): the value is beta² g u, the derivatives
+    beta u (s + g (beta - beta s - t)) and beta g (1 - (beta/linear)² u²). The constants are left to the caller, who has cheaper
+    places to multiply them in.
+    """
+    s, g, h = buffers
+    _sigmoid(gate, s)
+    if betas is None:  # value up gate s, derivatives up (s + gate s (1 - s)) and gate s
+        torch.mul(gate, s, out=g)
+        torch.mul(g, up, out=h)
+        torch.addcmul(s, g, s.sub(1.0), value=-1.0, out=gate)
+        return h, gate.mul_(up), g, 1.0, 1.0
+    beta, linear = betas
+    t = _tanh(gate, beta, 1.0, gate, h)
+    u = up.div_(beta) if linear is None else _tanh(up, linear, linear / beta, up, h)
+    torch.mul(t, s, out=g)
+    torch.mul(g, u, out=h)
+    torch.add(t, s, alpha=beta, out=t).sub_(beta)
+    torch.addcmul(s, g, t, value=-1.0, out=s).mul_(u)
+    if linear is not None:
+        g.mul_(torch.addcmul(u.new_ones(()), u, u, value=-((beta / linear) ** 2), out=t))
+    return h, s, g, beta * beta, beta
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors, flat, in pieces that stay in a CPU's cache; whole elsewhere."""
+    flat = [t.view(-1) for t in tensors]
+    size = _PIECE if tensors[0].device.type == "cpu" else max(1, flat[0].numel())
+    for start in range(0, flat[0].numel(), size):
+        yield tuple(t[start : start + size] for t in flat)
+
+
+class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, betas: Betas) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        ctx.betas = beta, linear_beta
-        dtype = wide(gate.dtype)
-        return situ_values(gate.to(dtype), up.to(dtype), beta, linear_beta).to(gate.dtype)
+        ctx.betas = betas
+        out, dtype = torch.empty_like(gate), wide(gate.dtype)
+        scratch: tuple[Tensor, ...] = ()
+        for a, b, o in _pieces(gate, up, out):
+            if not scratch or scratch[0].numel() != a.numel():
+                scratch = tuple(torch.empty_like(a, dtype=dtype) for _ in range(3))
+            o.copy_(glu_forward(a.to(dtype), b.to(dtype), ctx.betas, *scratch))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
         gate, up = ctx.saved_tensors
-        dtype = wide(gate.dtype)
-        _, d_gate, d_up = situ_backward(gate.to(dtype), up.to(dtype), *ctx.betas, grad=grad.to(dtype))
-        return d_gate.to(gate.dtype), d_up.to(up.dtype), None, None
-
-
-class _Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        dtype = wide(gate.dtype)
-        return swiglu_values(gate.to(dtype), up.to(dtype)).to(gate.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
-        gate, up = ctx.saved_tensors
-        dtype = wide(gate.dtype)
-        _, d_gate, d_up = swiglu_backward(gate.to(dtype), up.to(dtype), grad.to(dtype))
-        return d_gate.to(gate.dtype), d_up.to(up.dtype)
+        d_gate, d_up, dtype = torch.empty_like(gate), torch.empty_like(up), wide(gate.dtype)
+        scratch: tuple[Tensor, ...] = ()
+        for a, b, grad, da, db in _pieces(gate, up, grads[0].contiguous(), d_gate, d_up):
+            if not scratch or scratch[0].numel() != a.numel():
+                scratch = tuple(torch.empty_like(a, dtype=dtype) for _ in range(6))
+            x, y, z, *buffers = scratch
+            _, to_gate, to_up, _, scale = glu_backward(x.copy_(a), y.copy_(b), ctx.betas, (buffers[0], buffers[1], buffers[2]))
+            torch.mul(grad, scale, out=z)
+            da.copy_(to_gate.mul_(z))
+            db.copy_(to_up.mul_(z))
+        return d_gate, d_up, None
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
@@ -122,10 +122,10 @@ def situ_glu(gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float | N
     Source: Kimi K3 report, arXiv 2607.24653, eq. 12 and appendix B. Raises ValueError when shapes or dtypes differ.
     """
     _check(gate, up)
-    return _Situ.apply(gate, up, beta, linear_beta)  # type: ignore[no-any-return]
+    return _Glu.apply(gate, up, (beta, linear_beta))  # type: ignore[no-any-return]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise; shapes and dtypes as in `situ_glu`. Source: GLU variants, arXiv 2002.05202."""
     _check(gate, up)
-    return _Swiglu.apply(gate, up)  # type: ignore[no-any-return]
+    return _Glu.apply(gate, up, None)  # type: ignore[no-any-return]

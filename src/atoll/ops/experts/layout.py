@@ -58,7 +58,8 @@ def build(ids: Tensor, experts: int) -> Layout:
     """Sort the assignments ids [T, k] by their expert's load, then expert, then token, and pad each expert to its tile's capacity."""
     flat = ids.reshape(-1)
     n, k, device = flat.numel(), ids.shape[1], flat.device
-    if n and (int(flat.min()) < 0 or int(flat.max()) >= experts):
+    least, most = (int(v) for v in flat.aminmax()) if n else (0, 0)
+    if least < 0 or most >= experts:
         raise ValueError(f"ids must lie in [0, {experts})")
     counts = torch.bincount(flat, minlength=experts)
     loads, by_load = counts.sort(descending=True, stable=True)

@@ -1,0 +1,77 @@
+"""Softmax attention through PyTorch's SDPA, over packed documents and cached prefixes, and the absorbed decode over MLA's latent cache."""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# cuDNN first: it has the fastest backward of the fused kernels for unlike key and value widths.
+_CUDA = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int) -> Tensor:
+    """[B, T, H, D], [B, S, H, D], [B, S, H, Dv] -> [B, T, H, Dv]; query i sees keys 0 ... offset + i."""
+    width, pad = v.shape[-1], q.shape[-1] - v.shape[-1]
+    if q.device.type == "cpu" and pad:
+        # The CPU's fused kernel wants one width: zeros appended to v (or to q and k) change nothing.
+        v = F.pad(v, (0, max(pad, 0)))
+        q, k = (F.pad(u, (0, max(-pad, 0))) for u in (q, k))
+    q, k, v = (u.transpose(1, 2) for u in (q, k, v))
+    mask = None
+    if offset and q.shape[2] > 1:
+        seen = torch.arange(q.shape[2], device=q.device)[:, None] + offset
+        mask = torch.arange(k.shape[2], device=q.device)[None] <= seen
+    fused = sdpa_kernel(_CUDA, set_priority=True) if q.is_cuda else contextlib.nullcontext()
+    with fused:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=offset == 0, scale=scale)
+    return out[..., :width].transpose(1, 2)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, cu_seqlens: Tensor | None = None, offset: int = 0) -> Tensor:
+    """softmax(scale q kᵀ) v, each query over the keys up to its own position in its own document.
+
+    q [B, T, H, D], k [B, S, H, D], v [B, S, H, Dv] -> [B, T, H, Dv] in q.dtype; softmax and sums in at least float32.
+    offset: cached keys before the first query; S = offset + T. cu_seqlens int64 [N+1]: boundaries of the documents packed into the
+    one row of B = 1 (first 0, last T; empty ones allowed), then offset must be 0. Output before a position does not depend on
+    anything after it, bit for bit, as long as the later values are finite. Raises ValueError when shapes do not fit.
+    """
+    if q.shape[:1] + q.shape[2:] != k.shape[:1] + k.shape[2:] or k.shape[:3] != v.shape[:3] or k.shape[1] != offset + q.shape[1]:
+        shapes = [list(u.shape) for u in (q, k, v)]
+        raise ValueError(f"q [B, T, H, D], k [B, offset + T, H, D], v [B, offset + T, H, Dv] with offset = {offset} do not fit {shapes}")
+    if cu_seqlens is None:
+        return _attend(q, k, v, scale, offset)
+    if q.shape[0] != 1 or offset:
+        raise ValueError(f"packed documents need one row and no cached prefix, not B = {q.shape[0]} and offset = {offset}")
+    cuts = cu_seqlens.tolist()
+    lengths = [b - a for a, b in pairwise(cuts)]
+    if cuts[0] != 0 or cuts[-1] != q.shape[1] or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to {q.shape[1]}, not {cuts}")
+    lengths = [n for n in lengths if n]
+    if len(set(lengths)) == 1:  # documents of one length are a batch
+        q_rows, k_rows, v_rows = (u.reshape(len(lengths), lengths[0], *u.shape[2:]) for u in (q, k, v))
+        return _attend(q_rows, k_rows, v_rows, scale, 0).reshape(*q.shape[:3], v.shape[-1])
+    documents = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
+    return torch.cat([_attend(*document, scale, 0) for document in documents], 1)
+
+
+def latent_attention_step(q_latent: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
+    """Absorbed decode of MLA: attention over the cached latents themselves, which are keys and values of all heads at once.
+
+    q_latent [B, T, H, R] (queries through the key half of kv_b), q_pe [B, T, H, P], latent [B, S, R], k_pe [B, S, P],
+    lengths int64 [B]: cache entries in use, the T new ones included, T <= lengths <= S -> [B, T, H, R] in q_latent.dtype, to be put
+    through the value half of kv_b. Query i of a row sees the entries before lengths - T + i + 1; entries past lengths may hold
+    anything finite. softmax in at least float32. Source: DeepSeek-V2, arXiv 2405.04434, §2.1.2.
+    """
+    (batch, steps, heads, _), dtype = q_latent.shape, torch.promote_types(q_latent.dtype, torch.float32)
+    flat, flat_pe = (u.reshape(batch, steps * heads, -1) for u in (q_latent, q_pe))
+    scores = torch.bmm(flat, latent.mT).to(dtype).add_(torch.bmm(flat_pe, k_pe.mT)).mul_(scale)
+    scores = scores.view(batch, steps, heads, -1)
+    seen = lengths[:, None] - steps + 1 + torch.arange(steps, device=lengths.device)
+    hidden = torch.arange(latent.shape[1], device=lengths.device) >= seen[..., None]
+    p = scores.masked_fill_(hidden[:, :, None], -torch.inf).softmax(-1).to(latent.dtype)
+    return torch.bmm(p.view(batch, steps * heads, -1), latent).view_as(q_latent).to(q_latent.dtype)
