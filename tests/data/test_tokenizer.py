@@ -16,6 +16,7 @@ from atoll.data.tokenizer import Tokenizer, byte_symbols, check_fits, load_token
 
 MODEL = ModelConfig(vocab_size=400)
 WORDS = ["def", "class", "return", "self", "value", "function", "prose", "comment", "tokenizer", "merges", "every", "text", "bytes"]
+WORDS += ["special", "layout", "expert", "router", "latent", "window", "decay", "chunk"]
 TEXTS = [f"def {w}_{i}(self, {v}):\n    return self.{v} + {i * 37}\n\n\n# a {w}, and {v}\n" for i, w in enumerate(WORDS) for v in WORDS]
 TOKENIZER = train_tokenizer(TEXTS, MODEL)
 
