@@ -50,7 +50,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
         for path in [*aside.iterdir(), aside]:
             sync(path)
         _swap(aside, final)
-    except Exception as error:
+    except BaseException as error:  # DCP's CheckpointException is no Exception
         shutil.rmtree(aside, ignore_errors=True)
         if is_disk_full(error):
             remedy = f"free space, then: atoll train --resume {folder.parent}"
