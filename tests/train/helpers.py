@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from atoll.config import Config, load_config
 
-WORDS = "def class return import self for in if else while value index token state decay gate expert layer head".split()
+WORDS = ("def", "class", "return", "import", "self", "for", "in", "if", "else", "value", "index", "token", "state", "gate", "expert")
 
 
 def write_corpus(folder: Path) -> Path:

@@ -144,7 +144,9 @@ def test_when_all_are_damaged_the_run_is_refused(finished: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("call", ["fsync", "write", "space"])
-def test_a_full_disk_is_one_line_and_older_checkpoints_stay(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_full_disk_is_one_line_and_older_checkpoints_stay(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     out = cut(copy(finished, tmp_path), 8)
     before = {p: p.read_bytes() for p in (out / "checkpoints").rglob("*") if p.is_file()}
 

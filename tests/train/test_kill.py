@@ -104,6 +104,14 @@ def test_killed_again_and_again(worker: Worker, whole: tuple[Path, Path], tmp_pa
     assert_same_run(reference, tmp_path / "run", STEPS)
 
 
+def test_the_whole_blueprint_killed_and_resumed(worker: Worker, whole: tuple[Path, Path], tmp_path: Path) -> None:
+    tmp, _ = whole
+    assert worker.run(tmp, tmp_path / "whole", None, "real") == 0, (tmp / "log").read_text()
+    kills = [["train_step", 7], ["rename", 1], ["time", 0.7], ["fsync", 5]]
+    assert finish(worker, tmp, tmp_path / "run", kills, "real") >= 2
+    assert_same_run(tmp_path / "whole", tmp_path / "run", STEPS)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_saves_and_says_how_to_go_on(worker: Worker, whole: tuple[Path, Path], tmp_path: Path, sent: signal.Signals) -> None:
     tmp, _ = whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers import micro_config
@@ -20,7 +22,7 @@ def test_stages_tile_the_run(steps: int, weights: list[int]) -> None:
     stages = plan(tuple(StageConfig(str(i), 2**i, s, 3) for i, s in enumerate(shares)), steps)
     assert stages[0].start == 0
     assert stages[-1].stop == steps
-    assert all(a.stop == b.start for a, b in zip(stages, stages[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(stages))
     assert all(abs((s.stop - s.start) - share * steps) <= 1 for s, share in zip(stages, shares, strict=True))
     for step in {0, steps // 2, steps - 1}:
         stage = stage_at(stages, step)

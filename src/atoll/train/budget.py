@@ -41,10 +41,11 @@ def freeze(config: Config, corpus: Any, out: Path, screen: Screen, started: floa
     budget = train.minutes * 60
     screen.say(f"timing this machine to fill {train.minutes:g} minutes")
     costs = _measure(dataclasses.replace(config, train=train), corpus, out, budget)
-    left = budget * (1 - MARGIN) - (time.monotonic() - started) - costs.end
+    spent = time.monotonic() - started
+    left = budget * (1 - MARGIN) - spent - costs.end
     steps = int(left / costs.step)
     if steps < LEAST_STEPS:
-        needed = (budget - left + LEAST_STEPS * costs.step) / 60
+        needed = (spent + costs.end + LEAST_STEPS * costs.step) / (1 - MARGIN) / 60 + 0.05
         raise UserError(
             f"train.minutes = {train.minutes:g}: leaves time for {max(0, steps)} steps; give at least {needed:.1f}, or a smaller model"
         )

@@ -33,9 +33,16 @@ def finish(trainer: Trainer) -> None:
         save(trainer.model, trainer.out / "model", trainer.corpus.tokenizer)
         trainer.screen.say(f"model: {trainer.out / 'model'}")
     if c.report:
-        from atoll.report import write
+        _report(trainer)
 
+
+def _report(trainer: Trainer) -> None:
+    from atoll.report import write
+
+    try:
         trainer.screen.say(f"report: {write(trainer.out)}")
+    except ImportError as error:
+        trainer.screen.say(f"no report: {error.name} is not installed; pip install {error.name}, then: atoll report {trainer.out}")
 
 
 def final_line(trainer: Trainer) -> dict[str, Any]:
