@@ -10,7 +10,8 @@ from helpers import micro_config
 
 from atoll.data import open_corpus
 from atoll.data.loader import Sampler
-from atoll.train.step import accumulate, micro_batches
+from atoll.train.guard import Guard
+from atoll.train.step import accumulate, micro_batches, train_step
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -38,3 +39,27 @@ def test_another_split_gives_the_same_gradients_in_float64(tmp_path: Path, size:
     assert len(grads) > 60
     for a, b in zip(grads, other_grads, strict=True):
         assert float((a - b).abs().max()) <= 1e-9 * max(1.0, float(a.abs().max()))
+
+
+def test_nan_inside_the_model_leaves_weights_state_and_router_biases_alone(tmp_path: Path) -> None:
+    from atoll.train import setup
+
+    config = micro_config(tmp_path)
+    corpus = open_corpus(config.data, config.model)
+    model, optimizer = setup.build(config)
+    guard, sampler = Guard(3.0), Sampler(corpus.train, 32, 0)
+    assert not train_step(model, optimizer, guard, micro_batches(sampler, 0, 8, None), 1.0).read()[2]
+    weight = model.language_model.model.embed_tokens.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))  # every activation, score and margin is NaN
+    before = {n: t.clone() for n, t in [*model.state_dict().items(), *optimizer.state().items()]}
+    assert train_step(model, optimizer, guard, micro_batches(sampler, 8, 8, None), 1.0).read()[2]
+    after = dict([*model.state_dict().items(), *optimizer.state().items()])
+    assert all(before[n].numpy().tobytes() == after[n].numpy().tobytes() for n in before)
+    with torch.no_grad():
+        weight.copy_(kept)
+    loss, norm, skipped, _ = train_step(model, optimizer, guard, micro_batches(sampler, 16, 8, None), 1.0).read()
+    assert not skipped
+    assert 0 < loss < 7
+    assert 0 < norm < 10

@@ -52,8 +52,16 @@ def run(config: Config | None, out: str | Path, resume: bool = False, started: f
             trainer = Trainer(config, corpus, out, screen)
             trainer.restore() if resume else trainer.announce()
             if trainer.fit():
-                finish(trainer)
+                _finish(trainer)
     return out
+
+
+def _finish(trainer: Trainer) -> None:
+    try:
+        finish(trainer)
+    except KeyboardInterrupt:
+        trainer.screen.say(f"stopped; all steps are done and saved, have the rest by: atoll train --resume {trainer.out}")
+        raise
 
 
 class Trainer:
