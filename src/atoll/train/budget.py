@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atoll.config import Config, UserError
-from atoll.train import checkpoint
+from atoll.train import checkpoint, folder
 from atoll.train.screen import Screen, duration
 from atoll.train.stages import plan
 
@@ -41,11 +41,14 @@ def freeze(config: Config, corpus: Any, out: Path, screen: Screen, started: floa
     budget = train.minutes * 60
     screen.say(f"timing this machine to fill {train.minutes:g} minutes")
     costs = _measure(dataclasses.replace(config, train=train), corpus, out, budget)
-    left = budget * (1 - MARGIN) - (time.monotonic() - started) - costs.end
+    spent = time.monotonic() - started
+    left = budget * (1 - MARGIN) - spent - costs.end
     steps = int(left / costs.step)
     if steps < LEAST_STEPS:
-        needed = (budget - left + LEAST_STEPS * costs.step) / 60
-        raise UserError(f"train.minutes = {train.minutes:g}: leaves time for {max(0, steps)} steps; give at least {needed:.1f}, or a smaller model")
+        needed = (spent + costs.end + LEAST_STEPS * costs.step) / (1 - MARGIN) / 60 + 0.05
+        raise UserError(
+            f"train.minutes = {train.minutes:g}: leaves time for {max(0, steps)} steps; give at least {needed:.1f}, or a smaller model"
+        )
     screen.say(f"{steps:,} steps in {duration(left)}, {duration(costs.end)} kept for evaluation, export and report")
     return dataclasses.replace(config, train=dataclasses.replace(train, steps=steps))
 
@@ -104,7 +107,7 @@ def _seconds(part: Any, trial: Trainer) -> float:
 
 def _try_saving(trial: Trainer) -> None:
     """A checkpoint like the run's, removed at once; on a full disk this is where the run ends, before it began."""
-    place = trial.out / "checkpoints"
+    place = trial.out / folder.TRIAL
     try:
         checkpoint.save(place, 0, trial.tensors(), trial.meta(), 1)
     finally:

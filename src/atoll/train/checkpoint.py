@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
         for path in [*aside.iterdir(), aside]:
             sync(path)
         _swap(aside, final)
-    except Exception as error:
+    except BaseException as error:  # DCP's CheckpointException is no Exception
         shutil.rmtree(aside, ignore_errors=True)
         if is_disk_full(error):
             remedy = f"free space, then: atoll train --resume {folder.parent}"
@@ -61,8 +62,8 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
 
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     shard, size, where = 1, 0, {}
     for name, tensor in tensors.items():
@@ -70,7 +71,9 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         if size and size + num_bytes > SHARD_BYTES:
             shard, size = shard + 1, 0
         where[name], size = shard, size + num_bytes
-    dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), where), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it warns that this is one process, which is meant
+        dcp_save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), where), no_dist=True)
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:
@@ -186,8 +189,8 @@ def clean(folder: Path) -> None:
 
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Read the checkpoint at `path` (already checked) into `tensors`, in place. Raises `UserError` if it is another model's."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
     stored = _shapes(path)
     here = {name: tuple(t.shape) for name, t in tensors.items()}
@@ -197,7 +200,9 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     for name in here:
         if stored[name] != here[name]:
             raise UserError(f"{path}: {name} has shape {stored[name]} there and {here[name]} here; resume with the run's own config.toml")
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,21 @@ def finish(trainer: Trainer) -> None:
     if c.export:
         from atoll.hub.export import save
 
+        for leftover in trainer.out.glob(".model.*"):  # of an export that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         save(trainer.model, trainer.out / "model", trainer.corpus.tokenizer)
         trainer.screen.say(f"model: {trainer.out / 'model'}")
     if c.report:
-        from atoll.report import write
+        _report(trainer)
 
+
+def _report(trainer: Trainer) -> None:
+    from atoll.report import write
+
+    try:
         trainer.screen.say(f"report: {write(trainer.out)}")
+    except ImportError as error:
+        trainer.screen.say(f"no report: {error.name} is not installed; pip install {error.name}, then: atoll report {trainer.out}")
 
 
 def final_line(trainer: Trainer) -> dict[str, Any]:
@@ -69,14 +79,15 @@ def _verdict(line: dict[str, Any]) -> str:
 
 
 def heldout_bits(trainer: Trainer, tokens: int | None) -> float:
-    """Bits per byte on the first `tokens` tokens of the held-out split (None: all, with progress)."""
+    """Bits per byte on a fixed choice of about `tokens` tokens of the held-out split (None: on all of it, with progress)."""
     from atoll.evals.bpb import bits_per_byte
 
     begun = time.monotonic()
 
-    def progress(done: int, total: int) -> None:
-        left = (time.monotonic() - begun) / max(1, done) * (total - done)
-        trainer.screen.live(f"held-out split: {done:,} of {total:,} tokens · ETA {duration(left)}")
+    def progress(share: float) -> None:
+        left = (time.monotonic() - begun) * (1 - share) / max(share, 1e-9)
+        trainer.screen.live(f"held-out split: {share:.0%} · ETA {duration(left)}")
 
     length = trainer.stages[-1].length
-    return bits_per_byte(trainer.model, trainer.corpus.heldout, length, max_tokens=tokens, progress=None if tokens else progress)
+    heldout = trainer.corpus.heldout
+    return bits_per_byte(trainer.model, heldout, length, limit_tokens=tokens, progress=None if tokens else progress)["bits_per_byte"]

@@ -15,10 +15,22 @@ from atoll.config import Config, UserError, load_config, to_toml
 from atoll.train import checkpoint
 
 LOCK = ".lock"
+TRIAL = ".trial"  # what timing the machine writes; names with a dot hold nothing of a run, so a start killed early can be repeated
 # Settings that may differ on a resume, because no number of the run depends on them (or, for the split, none that is kept).
 FREE = {
     "data": {"cache", "tokenizer"},
-    "train": {"minutes", "micro_batch", "device", "threads", "gradient_checkpointing", "save_every", "keep", "evaluate", "report", "export"},
+    "train": {
+        "minutes",
+        "micro_batch",
+        "device",
+        "threads",
+        "gradient_checkpointing",
+        "save_every",
+        "keep",
+        "evaluate",
+        "report",
+        "export",
+    },
 }
 
 
@@ -39,7 +51,7 @@ def taken(out: Path, resume: bool) -> Iterator[Path]:
         raise UserError(f"out = {str(out)!r}: cannot be written ({error.strerror}); give another folder") from None
     try:
         _lock(handle, out)
-        if not resume and any(p.name != LOCK for p in out.iterdir()):
+        if not resume and any(not p.name.startswith(".") for p in out.iterdir()):
             raise UserError(f"out = {str(out)!r}: already holds a run; go on with it by --resume {out}, or give a new folder")
         yield out
     finally:

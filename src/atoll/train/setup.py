@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 
 from atoll.config import Config, TrainConfig, UserError
 from atoll.optim import ModelOptimizer
+
+_DETERMINISTIC: Any = torch.utils.deterministic  # its one setting is hidden from type checkers
 
 
 def device_of(config: TrainConfig) -> torch.device:
@@ -42,16 +45,16 @@ def settled(config: TrainConfig) -> Iterator[None]:
     """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    fill = _DETERMINISTIC.fill_uninitialized_memory
     try:
         torch.set_num_threads(config.threads or threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        _DETERMINISTIC.fill_uninitialized_memory = False
         yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
 def build(config: Config) -> tuple[Any, ModelOptimizer]:

@@ -52,8 +52,16 @@ def run(config: Config | None, out: str | Path, resume: bool = False, started: f
             trainer = Trainer(config, corpus, out, screen)
             trainer.restore() if resume else trainer.announce()
             if trainer.fit():
-                finish(trainer)
+                _finish(trainer)
     return out
+
+
+def _finish(trainer: Trainer) -> None:
+    try:
+        finish(trainer)
+    except KeyboardInterrupt:
+        trainer.screen.say(f"stopped; all steps are done and saved, have the rest by: atoll train --resume {trainer.out}")
+        raise
 
 
 class Trainer:
@@ -121,12 +129,18 @@ class Trainer:
         line = self._line(result, stage, loss, norm, skipped, now - max(begun, self._read))
         self._read = now
         if skipped:
-            why = "not finite" if not math.isfinite(loss + norm) else f"a spike: gradient norm {norm:.3g}, usually {float(self.guard.mean):.3g}"
+            why = (
+                "not finite"
+                if not math.isfinite(loss + norm)
+                else f"a spike: gradient norm {norm:.3g}, usually {float(self.guard.mean):.3g}"
+            )
             self.screen.say(f"step {line['step']:,} skipped: {why}")
         for callback in self.callbacks:
             callback.metrics(self, line)
         if in_a_row >= GIVE_UP:
-            raise UserError(f"optim.lr = {self.config.optim.lr!r}: the last {in_a_row} steps had to be skipped; start again with a lower one")
+            raise UserError(
+                f"optim.lr = {self.config.optim.lr!r}: the last {in_a_row} steps had to be skipped; start again with a lower one"
+            )
 
     def _line(self, result: StepResult, stage: Stage, loss: float, norm: float, skipped: bool, seconds: float) -> dict[str, Any]:
         o, experts = self.config.optim, self.config.model.num_experts
@@ -195,7 +209,7 @@ class Trainer:
         mine = self.meta()
         if meta["tokenizer"] != mine["tokenizer"]:
             raise UserError(
-                f"data.tokenizer = {self.config.data.tokenizer!r}: not the tokenizer of {path}; set data.tokenizer to {self.out}/tokenizer.json"
+                f"data.tokenizer = {self.config.data.tokenizer!r}: not the tokenizer of {path}; set it to {self.out / 'tokenizer.json'}"
             )
         if meta["text"] != mine["text"]:
             raise UserError(f"data.source = {self.config.data.source!r}: the text changed since {path}; put it back, or start a new run")

@@ -41,7 +41,9 @@ class MetricsFile(Callback):
             if not checkpoint.is_disk_full(error):
                 raise
             self._file = None
-            raise UserError(f"{trainer.out / 'metrics.jsonl'}: the disk is full; free space, then: atoll train --resume {trainer.out}") from None
+            raise UserError(
+                f"{trainer.out / 'metrics.jsonl'}: the disk is full; free space, then: atoll train --resume {trainer.out}"
+            ) from None
 
     def sync(self) -> None:
         """Wait until the disk has every line."""
@@ -58,7 +60,9 @@ def _about(trainer: Trainer) -> dict[str, Any]:
     return {
         "kind": "run",
         "parameters": trainer.model.num_parameters(),
-        "device": torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(trainer.device)
+        if trainer.device.type == "cuda"
+        else platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

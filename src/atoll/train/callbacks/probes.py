@@ -37,7 +37,12 @@ def look(trainer: Trainer) -> dict[str, Any]:
     batch = make_batch(Sampler(trainer.corpus.heldout, length, 0), 0, max(1, TOKENS // length))
     seen: dict[str, Any] = {}
     trainer.model.eval()
-    trainer.model(batch.input_ids.to(trainer.device), cu_seqlens=batch.cu_seqlens.to(trainer.device), labels=batch.labels.to(trainer.device), record=seen)
+    trainer.model(
+        batch.input_ids.to(trainer.device),
+        cu_seqlens=batch.cu_seqlens.to(trainer.device),
+        labels=batch.labels.to(trainer.device),
+        record=seen,
+    )
     trainer.model.train()
     return {
         "depth_weights": [[name, _numbers(weights)] for name, weights in seen.get("depth_weights", [])],

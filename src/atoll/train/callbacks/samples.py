@@ -23,7 +23,8 @@ class Samples(Callback):
     def act(self, trainer: Trainer) -> None:
         text = sample(trainer)
         record(trainer, {"kind": "sample", "step": trainer.step, "text": text})
-        trainer.screen.say("  | " + text.replace("\n", "\n  | "))
+        shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
+        trainer.screen.say("  | " + shown.replace("\n", "\n  | "))
 
 
 def sample(trainer: Trainer) -> str:

@@ -15,8 +15,10 @@ SHOWN = ("loss", "bits_per_byte", "lr", "grad_norm", "max_vio", "max_vio_mean", 
 class TensorBoard(Callback):
     """Scalars of every step and validation, sample texts. On a resume, events after the checkpoint are marked as purged."""
 
-    def start(self, trainer: Trainer) -> None:
+    def __init__(self) -> None:
         self._writer: Any = None
+
+    def start(self, trainer: Trainer) -> None:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError:
