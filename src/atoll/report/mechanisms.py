@@ -169,7 +169,7 @@ def depth_weights(figure: Any, run: Run, look: Look) -> None:
 def _write_cells(axes: Any, table: np.ndarray, look: Look) -> None:
     dark = look.paper != LIGHT.paper
     for i, j in zip(*np.nonzero(np.isfinite(table)), strict=True):
-        strong = table[i, j] > (0.7 if dark else 0.55)
+        strong = table[i, j] > (0.5 if dark else 0.55)
         colour = "#10151a" if dark and strong else "#ffffff" if strong else look.ink
         axes.text(j, i, f"{table[i, j]:.2f}", ha="center", va="center", color=colour, fontsize="small" if len(table) <= 12 else "x-small")
 

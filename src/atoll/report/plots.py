@@ -68,8 +68,8 @@ LEARNING = (
 )  # fmt: skip
 MECHANISMS = (
     Plot("expert_load", "Expert load", mechanisms.expert_load, _probed(mechanisms.loads), "No probe of the expert load yet.",
-         "Every row is pale from end to end: a strong colour only at the very edges is chance, broad coloured ends are experts "
-         "overrun and experts that never learn.", _load_height),
+         "Every row keeps the colour of level almost from end to end: colour at the very edges is chance, broad coloured ends are "
+         "experts overrun and experts that never learn.", _load_height),
     Plot("balance", "Balance", mechanisms.balance, lambda run: run.has_experts and _has("max_vio")(run), "No step has said its MaxVio.",
          "MaxVio drops within a few steps to within twice the dashed line, which chance alone would give a level router, and no expert "
          "goes without a token.", lambda run: 4.8),
