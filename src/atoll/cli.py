@@ -50,12 +50,12 @@ def sample(
     """
     folder = arguments.model_folder(run)
     from atoll import load
-    from atoll.data.tokenizer import Tokenizer
+    from atoll.hub.load import load_tokenizer
     from atoll.infer.sample import continue_text
 
-    tokenizer = Tokenizer.load(folder / "tokenizer.json")
-    sys.stdout.write(prompt)
-    continue_text(load(folder), tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write)
+    model, tokenizer = load(folder), load_tokenizer(folder)
+    arguments.write(prompt)
+    continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write)
     sys.stdout.write("\n")
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from atoll.config import ModelConfig, UserError
+from atoll.data.tokenizer import train_tokenizer
 from atoll.hub import export
-from atoll.hub.load import load_into, read_config
+from atoll.hub.load import load_into, load_tokenizer, read_config
 from atoll.model import Model, load
 from hub.golden import GOLDEN
 from safetensors.torch import load_file, save_file
@@ -89,21 +90,34 @@ def test_shards_stay_under_their_size_and_the_index_is_whole(tmp_path):
     assert all(size <= 20_000 for size in sizes.values())
 
 
-class Words:
-    """Stands in for a tokenizer."""
+@pytest.fixture(scope="module")
+def words():
+    """A tokenizer with ids 0, 1, 2 special and no merges."""
+    return train_tokenizer(["some text"], ModelConfig(**{**SMALL, "vocab_size": 300}))
 
-    def save(self, path):
-        Path(path).write_text(json.dumps({"added_tokens": [{"id": 0, "content": "<s>"}, {"id": 1, "content": "</s>"}]}))
 
-
-def test_tokenizer_goes_along(tmp_path):
-    export.save(build(), tmp_path / "a", tokenizer=Words())
+def test_tokenizer_goes_along(tmp_path, words):
+    m = build(vocab_size=300)
+    export.save(m, tmp_path / "a", tokenizer=words)
     assert set(files(tmp_path / "a")) == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
     }  # fmt: skip
     config = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
-    assert (config["bos_token"], config["eos_token"]) == ("<s>", "</s>")
-    assert "pad_token" not in config
+    assert {key: config[f"{key}_token"] for key in ("bos", "eos", "pad")} == {key: f"<|{key}|>" for key in ("bos", "eos", "pad")}
+    again = load_tokenizer(tmp_path / "a")
+    assert again.fingerprint == words.fingerprint
+    export.save(load(tmp_path / "a"), tmp_path / "b", tokenizer=again)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_another_tokenizer_in_the_folder_is_refused(tmp_path, words):
+    export.save(build(vocab_size=300), tmp_path / "a", tokenizer=words)
+    train_tokenizer(["other words, other words"], ModelConfig(**{**SMALL, "vocab_size": 300})).save(tmp_path / "a" / "tokenizer.json")
+    assert "not the tokenizer that these weights were saved with" in refusal(lambda: load_tokenizer(tmp_path / "a"))
+    (tmp_path / "a" / "tokenizer.json").write_text("{")
+    assert "tokenizer.json" in refusal(lambda: load_tokenizer(tmp_path / "a"))
+    (tmp_path / "a" / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in refusal(lambda: load_tokenizer(tmp_path / "a"))
 
 
 # ---------------------------------------------------------------- refusals
@@ -249,8 +263,8 @@ def test_padding_that_is_not_zero(tmp_path):
 # ---------------------------------------------------------------- writing safely
 
 
-def test_an_older_export_is_replaced_whole(tmp_path):
-    export.save(build(), tmp_path / "a", tokenizer=Words(), shard_bytes=20_000)
+def test_an_older_export_is_replaced_whole(tmp_path, words):
+    export.save(build(), tmp_path / "a", tokenizer=words, shard_bytes=20_000)
     export.save(build(), tmp_path / "a")
     assert set(files(tmp_path / "a")) == {"config.json", "generation_config.json", "model.safetensors"}
     assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from atoll.config import ModelConfig, UserError
+from atoll.data.tokenizer import train_tokenizer
 from atoll.infer.generate import generate
-from atoll.infer.sample import check_tokenizer, continue_text
+from atoll.infer.sample import continue_text
 from atoll.infer.stream import TextStream
 from atoll.model import Model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, kda_num_heads=2, kda_head_dim=8, q_lora_rank=8,
@@ -113,50 +118,76 @@ def test_impossible_requests_are_refused(model, ids, count, name):
 # ---------------------------------------------------------------- text
 
 
-class Bytes:
-    """A tokenizer of the 61 bytes of a text's alphabet: ids 3 and up."""
-
-    vocab_size = 64
-    alphabet = sorted(set("héllo wörld, ça va? 日本 🙂".encode()))
-
-    def encode(self, text):
-        return [3 + self.alphabet.index(b) for b in text.encode()]
-
-    def token_bytes(self, id):
-        return bytes([self.alphabet[(id - 3) % len(self.alphabet)]])
-
-
 TEXT = "héllo wörld, ça va? 日本 🙂"
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a byte, and a few merges that end inside characters or not."""
+    return train_tokenizer([TEXT] * 3, dataclasses.replace(CONFIG, vocab_size=280))
+
+
+class Bytes:
+    """Id = byte."""
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def feed(tokenizer, ids) -> tuple[list[str], str]:
+    stream = TextStream(tokenizer)
+    return [stream.feed(id) for id in ids], stream.close()
+
+
 def test_characters_arrive_whole_and_join_to_the_text():
-    stream = TextStream(Bytes())
-    pieces = [stream.feed(id) for id in Bytes().encode(TEXT)]
-    assert "".join(pieces) + stream.close() == TEXT
+    data = TEXT.encode()
+    pieces, rest = feed(Bytes(), data)
+    assert "".join(pieces) == TEXT
+    assert rest == ""
+    assert [piece for piece in pieces if piece] == list(TEXT)
+
+
+def test_tokens_of_a_trained_tokenizer_join_to_the_text(tokenizer):
+    pieces, rest = feed(tokenizer, tokenizer.encode(TEXT))
+    assert "".join(pieces) + rest == TEXT
     assert all("\ufffd" not in piece for piece in pieces)
-    assert len(pieces) == len(TEXT.encode())
-    assert sum(piece == "" for piece in pieces) == len(TEXT.encode()) - len(TEXT)
 
 
-@pytest.mark.parametrize("cut", range(1, 5))
-def test_an_unfinished_or_broken_character_is_replaced_as_in_one_decoding(cut):
-    data = TEXT.encode()[:-cut] + b"a" * (cut % 2)
-    by_byte = {i: bytes([i]) for i in range(256)}
-    stream = TextStream(type("T", (), {"token_bytes": lambda _self, id: by_byte[id]})())
-    assert "".join(map(stream.feed, data)) + stream.close() == data.decode("utf-8", "replace")
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([*TEXT.encode(), 0xEF, 0xBF, 0xBD, 0xFF, 0x80]), max_size=30))
+def test_broken_bytes_stream_as_in_one_decoding(data):
+    pieces, rest = feed(Bytes(), data)
+    assert "".join(pieces) + rest == Bytes().decode(data)
 
 
-def test_text_is_written_piece_by_piece(model):
+def test_nothing_certain_is_held_back():
+    pieces, rest = feed(Bytes(), [0x80, 0x80, 0x80, 0xF0, 0x9F])
+    assert "".join(pieces) == "\ufffd" * 3
+    assert rest == "\ufffd"
+
+
+def test_a_decoder_that_drops_the_first_space():
+    class Spaced:
+        def decode(self, ids):
+            return "".join(f" {id}" for id in ids)[1:]
+
+    pieces, rest = feed(Spaced(), [7, 8, 9])
+    assert pieces == ["7", " 8", " 9"]
+    assert rest == ""
+
+
+def test_text_is_written_piece_by_piece(tokenizer):
+    torch.manual_seed(0)
+    model = Model(dataclasses.replace(CONFIG, vocab_size=280)).eval()
     pieces: list[str] = []
-    text = continue_text(model, Bytes(), "héllo", tokens=30, seed=4, write=pieces.append)
+    text = continue_text(model, tokenizer, "héllo", tokens=30, seed=4, write=pieces.append)
     assert "".join(pieces) == text
     assert text
-    assert text == continue_text(model, Bytes(), "héllo", tokens=30, seed=4)
+    assert text == continue_text(model, tokenizer, "héllo", tokens=30, seed=4)
+    assert text != continue_text(model, tokenizer, "héllo", tokens=30, seed=5)
+    assert not any(name in text for name in tokenizer.special)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model):
-    big = type("T", (), {"vocab_size": 65})()
-    with pytest.raises(UserError, match="65 tokens, but the model knows 64"):
-        check_tokenizer(big, 64)
-    with pytest.raises(UserError, match="65 tokens"):
-        continue_text(model, big, "x")
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model, tokenizer):
+    with pytest.raises(UserError, match=r"tokenizer\.json: \d+ tokens, over model\.vocab_size = 64"):
+        continue_text(model, tokenizer, "x")

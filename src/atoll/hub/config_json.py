@@ -37,6 +37,8 @@ FIXED = {
 }
 MAX_LENGTH = 1_048_576  # no position is encoded anywhere, so this is what engines reserve for, not what the weights allow
 
+FINGERPRINT = "tokenizer_fingerprint"  # ours: which tokenizer the weights go with; engines pass over it
+
 
 def is_kimi_linear(m: ModelConfig) -> bool:
     """Whether the flat `kimi_linear` form can say all of `m`: plain residual, full-width SwiGLU experts, softplus gate, no MLA gate."""

@@ -24,10 +24,15 @@ from atoll.hub.load import INDEX, SINGLE
 OURS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
 
 
-class SavesTokenizer(Protocol):
+class SavedTokenizer(Protocol):
     """What `save` needs of a tokenizer: writing itself as `tokenizer.json`."""
 
-    def save(self, path: Path) -> None:
+    @property
+    def fingerprint(self) -> str:
+        """Names its vocabulary and rules."""
+        ...
+
+    def save(self, path: str | Path) -> None:
         """Write `tokenizer.json` at `path`."""
         ...
 
@@ -35,7 +40,7 @@ class SavesTokenizer(Protocol):
 def save(
     model: nn.Module,
     folder: str | Path,
-    tokenizer: SavesTokenizer | None = None,
+    tokenizer: SavedTokenizer | None = None,
     shard_bytes: float = 5e9,
     dtype: torch.dtype | None = None,
 ) -> Path:
@@ -51,7 +56,10 @@ def save(
     parts = slots(model, dtype)
     main = next(slot.dtype for slot in parts if slot.name.endswith("embed_tokens.weight"))
     with _aside(folder) as aside:
-        _write_json(aside / "config.json", config_json.to_json(model.config, str(main).removeprefix("torch.")))
+        config = config_json.to_json(model.config, str(main).removeprefix("torch."))
+        if tokenizer is not None:
+            config[config_json.FINGERPRINT] = tokenizer.fingerprint
+        _write_json(aside / "config.json", config)
         _write_json(aside / "generation_config.json", _generation(model.config))
         _write_weights(parts, aside, shard_bytes)
         if tokenizer is not None:

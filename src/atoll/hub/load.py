@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from atoll.config import ModelConfig, UserError
+from atoll.data import tokenizer as data_tokenizer
+from atoll.data.tokenizer import Tokenizer
 from atoll.hub import config_json
 from atoll.hub.layout import Slot, readable_shapes, slots, unpack
 
@@ -61,6 +63,20 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
             for name, slot in wanted.items():
                 if wrong := unpack(slot, files[where[name]].get_tensor(name)):
                     raise UserError(f"{where[name]}: tensor {name} {wrong}; the file is damaged or from another model")
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer in `folder`. Raises `UserError` when there is none, or not the one the weights were saved with."""
+    folder = _existing(folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{folder}: no tokenizer.json; text cannot be read without it")
+    tokenizer = data_tokenizer.load_tokenizer(path)
+    config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    saved = config.get(config_json.FINGERPRINT) if isinstance(config, dict) else None
+    if saved is not None and saved != tokenizer.fingerprint:
+        raise UserError(f"{path}: not the tokenizer that these weights were saved with; put that one back")
+    return tokenizer
 
 
 def _existing(folder: str | Path) -> Path:

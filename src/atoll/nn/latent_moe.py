@@ -172,7 +172,7 @@ class LatentMoE(nn.Module):
             self._scores.append(scores if mask is None else scores[mask])
             return
         if self._histogram is None:
-            self._histogram = QuantileHistogram(self.num_experts, self.bins)
+            self._histogram = QuantileHistogram(self.num_experts, self.bins, device=scores.device)
             self._histogram.set_range(self.gate.e_score_correction_bias)
         self._histogram.observe(scores, cutoff, mask)
 

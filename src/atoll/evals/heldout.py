@@ -1,0 +1,35 @@
+"""What `atoll eval` says: a run's model on every held-out file, beside general compressors on the same files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+
+def evaluate(run: Path) -> dict[str, Any]:
+    """Bits per byte of `run`'s model over its whole held-out split, and of gzip -9 and xz -9e, ready for JSON.
+
+    The split and the tokenizer are the run's own. Raises `UserError` when the run has no exported model or its text is gone.
+    """
+    from atoll.config import load_config
+    from atoll.data import open_corpus
+    from atoll.evals.bpb import bits_per_byte, compressors
+    from atoll.model import load
+
+    config = load_config(run / "config.toml")
+    data = config.data
+    if (run / "tokenizer.json").is_file():
+        data = dataclasses.replace(data, tokenizer=str(run / "tokenizer.json"))
+    model = load(run)
+    corpus = open_corpus(data, config.model)
+    length = config.stages[-1].length
+    measured = bits_per_byte(model, corpus.heldout, length)
+    return {**measured, **compressors(corpus.heldout_files), "files": len(corpus.heldout_files), "length": length}
+
+
+def render(result: dict[str, Any]) -> str:
+    """The result as aligned text."""
+    rows = [("model", "bits_per_byte"), ("gzip -9", "gzip"), ("xz -9e", "xz")]
+    head = f"{result['files']:,} held-out files, {result['bytes']:,} bytes, {result['tokens']:,} tokens in windows of {result['length']:,}"
+    return "\n".join([head, *(f"  {name:<8} {result[key]:.4f} bits per byte" for name, key in rows)])
