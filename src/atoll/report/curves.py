@@ -50,13 +50,13 @@ def base(axes: Any, run: Run, look: Look) -> None:
 
 
 def bounds(values: np.ndarray, extra: list[float] | None = None) -> tuple[float, float]:
-    """Vertical limits that hold all of `values` but the steep first few, and every `extra`, with a little air."""
-    known = values[np.isfinite(values)]
-    kept = np.concatenate([known, [e for e in extra or [] if np.isfinite(e)]])
-    if not len(kept):
+    """Vertical limits that hold all of `values` but, in a long run, the steep first few; and every `extra`, with a little air."""
+    known, others = values[np.isfinite(values)], np.asarray(extra or [], float)
+    others = others[np.isfinite(others)]
+    if not len(known) + len(others):
         return 0.0, 1.0
-    low = float(np.min(kept))
-    high = float(np.max([*(extra or []), np.quantile(known, 0.97) if len(known) > 60 else np.max(known)])) if len(known) else float(np.max(kept))
+    settled = known[known <= np.quantile(known, 0.97)] if len(known) > 60 else known
+    low, high = float(np.min(np.concatenate([known, others]))), float(np.max(np.concatenate([settled, others])))
     air = max((high - low) * 0.08, 0.02 * abs(high), 1e-6)
     return low - air, high + 2 * air
 
@@ -96,7 +96,9 @@ def bits_per_byte(figure: Any, run: Run, look: Look) -> None:
             axes.axhline(value, color=colour, linewidth=1.2, linestyle=(0, (5, 3)))
     labels = [(v, f"{n} {v:.2f}", c) for v, n, c in lines]
     if held:
-        axes.plot([s for s, _ in held], [v for _, v in held], "o", color=look.orange, markersize=4.5, markeredgecolor=look.paper, clip_on=True)
+        axes.plot(
+            [s for s, _ in held], [v for _, v in held], "o", color=look.orange, markersize=4.5, markeredgecolor=look.paper, clip_on=True
+        )
         if not np.isfinite(number(final.get("bits_per_byte"))):
             labels.append((held[-1][1], f"held-out {held[-1][1]:.2f}", look.orange))
     if lines and lines[0][1] == everything:

@@ -70,23 +70,24 @@ DARK = Look("#15191e", "#e3e7eb", "#9aa5b0", "#2a3138", "#6cb0ea", "#eb9a5b", "#
 
 
 def diverging(look: Look) -> Any:
-    """Colour map from too little (blue) over level (near the paper) to too much (orange)."""
+    """Colour map from too little (blue) over level (near the paper) to too much (orange); nothing at all is in the ink."""
     from matplotlib.colors import LinearSegmentedColormap
 
     middle = "#f4f4f1" if look.paper == LIGHT.paper else "#2b3138"
     stops = ["#17456f", "#5d9bd0", middle, "#e39a5f", "#8a3a08"]
     if look.paper != LIGHT.paper:
         stops = ["#9fd0f7", "#3f7fb5", middle, "#c9742f", "#ffc08a"]
-    return LinearSegmentedColormap.from_list("load", stops)
+    return LinearSegmentedColormap.from_list("load", stops).with_extremes(bad=look.ink)
 
 
 def rising(look: Look) -> Any:
-    """Colour map from none (the paper) to all (blue)."""
+    """Colour map from none (near the paper) to all (blue); what does not exist is left blank."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    if look.paper == LIGHT.paper:
-        return LinearSegmentedColormap.from_list("weight", ["#f7f9fb", "#9cc3e4", "#2468a8", "#0d2f55"])
-    return LinearSegmentedColormap.from_list("weight", ["#1b2128", "#23527f", "#4f96d4", "#cfe6fa"])
+    stops = ["#f7f9fb", "#9cc3e4", "#2468a8", "#0d2f55"]
+    if look.paper != LIGHT.paper:
+        stops = ["#1b2128", "#23527f", "#4f96d4", "#cfe6fa"]
+    return LinearSegmentedColormap.from_list("weight", stops).with_extremes(bad=look.paper)
 
 
 def end_labels(axes: Any, labels: list[tuple[float, str, str]], x: float = 1.01) -> None:

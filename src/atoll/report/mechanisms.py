@@ -43,13 +43,15 @@ def expert_load(figure: Any, run: Run, look: Look) -> None:
             np.where(share > 0, share, np.nan),
             aspect="auto",
             interpolation="nearest",
-            cmap=_with_bad(diverging(look), look.ink),
+            cmap=diverging(look),
             norm=LogNorm(0.25, 4),
             extent=(0.5, share.shape[1] + 0.5, len(layers) - 0.5, -0.5),
         )
         axes.set_title("Load of the experts" if look.compact else f"Load of the experts, step {step:,}", pad=8)
         if not look.compact:
-            axes.set_title(f"mean {mean:,.0f} tokens an expert", loc="right", pad=8, color=look.muted, fontsize="medium", fontweight="normal")
+            axes.set_title(
+                f"mean {mean:,.0f} tokens an expert", loc="right", pad=8, color=look.muted, fontsize="medium", fontweight="normal"
+            )
         axes.grid(False)
         axes.set_ylabel("layer")
         _layer_ticks(axes, run, len(layers))
@@ -65,11 +67,6 @@ def expert_load(figure: Any, run: Run, look: Look) -> None:
     if not look.compact:
         colour = "black" if look.paper == LIGHT.paper else "white"
         bar.set_label(f"load over the layer's mean; an expert without a token is {colour}")
-
-
-def _with_bad(colours: Any, colour: str) -> Any:
-    colours.set_bad(colour)
-    return colours
 
 
 def _layer_ticks(axes: Any, run: Run, count: int) -> None:
@@ -153,7 +150,7 @@ def depth_weights(figure: Any, run: Run, look: Look) -> None:
     axes = figure.subplots()
     axes.grid(False)
     axes.set_title("Weights over depth", pad=8)
-    image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap=_with_bad(rising(look), look.paper), vmin=0, vmax=1)
+    image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap=rising(look), vmin=0, vmax=1)
     marks = even(len(rows), 16 if look.compact else 24)
     axes.set_yticks(marks, [short_mix(rows[i][0]) for i in marks])
     axes.tick_params(axis="y", labelsize="small" if len(rows) <= 16 else "x-small")
@@ -172,7 +169,7 @@ def depth_weights(figure: Any, run: Run, look: Look) -> None:
 def _write_cells(axes: Any, table: np.ndarray, look: Look) -> None:
     dark = look.paper != LIGHT.paper
     for i, j in zip(*np.nonzero(np.isfinite(table)), strict=True):
-        strong = table[i, j] > (0.7 if dark else 0.55)
+        strong = table[i, j] > (0.5 if dark else 0.55)
         colour = "#10151a" if dark and strong else "#ffffff" if strong else look.ink
         axes.text(j, i, f"{table[i, j]:.2f}", ha="center", va="center", color=colour, fontsize="small" if len(table) <= 12 else "x-small")
 
@@ -208,7 +205,14 @@ def decay(figure: Any, run: Run, look: Look) -> None:
         axes.fill_between(middle, row, row + height, color=look.blue, alpha=0.55, linewidth=0, zorder=2 * (len(layers) - row))
         axes.plot(middle, row + height, color=look.blue, linewidth=1.2, zorder=2 * (len(layers) - row))
         if len(shown) > 1 and layer in first:
-            axes.plot(middle, row + _ridge(first[layer], edges), color=look.orange, linewidth=1.1, linestyle=(0, (3, 2)), zorder=2 * (len(layers) - row) + 1)
+            axes.plot(
+                middle,
+                row + _ridge(first[layer], edges),
+                color=look.orange,
+                linewidth=1.1,
+                linestyle=(0, (3, 2)),
+                zorder=2 * (len(layers) - row) + 1,
+            )
     axes.set_xscale("log")
     axes.set_xlim(edges[0], edges[-1])
     plain_log(axes.xaxis, 6 if look.compact else 14)

@@ -63,9 +63,10 @@ def _head(run: Run) -> str:
     counts = count(run.config.model)
     m = run.config.model
     kda = sum(m.is_kda(i) for i in range(m.num_hidden_layers))
+    experts = f"{m.num_experts:,} routed experts, {m.num_experts_per_token} a token; " if run.has_experts else ""
     lead = (
         f"{m.num_hidden_layers} layers of width {m.hidden_size:,}: {kda} with delta attention, {m.num_hidden_layers - kda} with latent "
-        f"attention; {m.num_experts:,} routed experts, {m.num_experts_per_token} a token; vocabulary of {m.vocab_size:,}."
+        f"attention; {experts}vocabulary of {m.vocab_size:,}."
     )
     facts = [
         ("parameters", f"{short(counts.total)}, {short(counts.active)} active"),
@@ -138,9 +139,13 @@ def _headline(run: Run) -> str:
 def _about_files(final: Line) -> str:
     said = []
     if isinstance(final.get("files"), int) and isinstance(final.get("bytes"), int):
-        said.append(f"Measured on all {final['files']:,} held-out files, {final['bytes']:,} bytes, never trained on; compressed one by one.")
+        said.append(
+            f"Measured on all {final['files']:,} held-out files, {final['bytes']:,} bytes, never trained on; compressed one by one."
+        )
     if "has_tests" in final and final["has_tests"] is not None:
-        said.append(f"The library's own tests were {'among the files' if final['has_tests'] else 'not installed here'}, which moves all figures.")
+        said.append(
+            f"The library's own tests were {'among the files' if final['has_tests'] else 'not installed here'}, which moves all figures."
+        )
     return " ".join(said)
 
 
@@ -225,5 +230,7 @@ def _setting_rows(settings: Any) -> str:
         value = getattr(settings, field.name)
         changed = " class=changed" if value != getattr(default, field.name) else ""
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else "none" if value is None else value
-        rows.append(f"<tr><td><code>{field.name}</code></td><td{changed}>{text(shown)}</td><td>{text(meanings.get(field.name, ''))}</td></tr>")
+        rows.append(
+            f"<tr><td><code>{field.name}</code></td><td{changed}>{text(shown)}</td><td>{text(meanings.get(field.name, ''))}</td></tr>"
+        )
     return "\n".join(rows)

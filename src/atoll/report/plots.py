@@ -18,7 +18,7 @@ from atoll.report import curves, mechanisms
 from atoll.report.look import DARK, LIGHT, Look
 from atoll.report.run import Run, number
 
-_DPI = 160  # 9 inches at 160 dots: 1440 wide, sharp at a README's 900
+_DPI = 160  # a plot's 9 inches make 1440 dots, sharp at a README's 900
 
 _LEFT, _RIGHT = 1.1, 1.35  # inches kept for labels beside a plot
 
@@ -68,17 +68,17 @@ LEARNING = (
 )  # fmt: skip
 MECHANISMS = (
     Plot("expert_load", "Expert load", mechanisms.expert_load, _probed(mechanisms.loads), "No probe of the expert load yet.",
-         "Every row is pale from end to end: a strong colour only at the very edges is chance, broad coloured ends are experts "
-         "overrun and experts that never learn.", _load_height),
-    Plot("balance", "Balance", mechanisms.balance, _has("max_vio"), "No step has said its MaxVio.",
+         "Every row keeps the colour of level almost from end to end: colour at the very edges is chance, broad coloured ends are "
+         "experts overrun and experts that never learn.", _load_height),
+    Plot("balance", "Balance", mechanisms.balance, lambda run: run.has_experts and _has("max_vio")(run), "No step has said its MaxVio.",
          "MaxVio drops within a few steps to within twice the dashed line, which chance alone would give a level router, and no expert "
          "goes without a token.", lambda run: 4.8),
     Plot("depth_weights", "Depth attention", mechanisms.depth_weights, _probed(mechanisms.mixes), "No probe of the weights over depth.",
          "Rows start uniform and part: most mixes favour the latest source, while some keep a share for the embedding or an early block.",
          _depth_height),
     Plot("decay", "Decay", mechanisms.decay, _probed(mechanisms.half_lives), "No probe of the decay yet.",
-         "Half-lives spread over decades: some channels forget within a token, others keep hundreds; a pile at the bound or a single narrow "
-         "peak means that the gate is not used.", _decay_height),
+         "Half-lives spread over decades: some channels forget within a token, some keep hundreds; a pile at the bound or one narrow peak "
+         "means that the gate is not used.", _decay_height),
 )  # fmt: skip
 HEALTH = (
     Plot("gradient_norm", "Gradient norm", curves.gradient_norm, _has("grad_norm"), "No step has said its gradient norm.",
@@ -115,7 +115,7 @@ def overview(run: Run) -> bytes:
             else:
                 panel.text(0.5, 0.5, plot.missing, ha="center", va="center", color=look.muted)
 
-    return _render(draw, look, (13.5, 7.6), 11, 140)
+    return _render(draw, look, (13.5, 7.6), 11, _DPI)
 
 
 def _render(draw: Callable[[Any], None], look: Look, size: tuple[float, float], type_size: float, dpi: int) -> bytes:
@@ -126,7 +126,8 @@ def _render(draw: Callable[[Any], None], look: Look, size: tuple[float, float], 
     except ImportError:
         raise UserError("report: matplotlib is not installed; pip install 'atoll[train]' brings it") from None
 
-    with matplotlib.rc_context(look.rc(type_size)), warnings.catch_warnings():
+    settings: Any = look.rc(type_size)
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a stage named in a script the font lacks
         figure = Figure(figsize=size, dpi=dpi)
         FigureCanvasAgg(figure)
@@ -157,11 +158,12 @@ def _align(figure: Any) -> None:
 
 def write_aside(path: Path, content: bytes) -> None:
     """Write `content` beside `path`, then put it in its place: nobody meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_bytes(content)
         os.replace(aside, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        if aside.exists():
+            aside.unlink()
         raise UserError(f"report = {str(path)!r}: cannot write it ({error.strerror}); free space or mend the permissions") from None

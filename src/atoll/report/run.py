@@ -32,6 +32,11 @@ class Run:
         """The folder's name."""
         return self.folder.resolve().name
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer routes."""
+        return self.config.model.first_k_dense_replace < self.config.model.num_hidden_layers
+
     @cached_property
     def stages(self) -> list[tuple[str, slice]]:
         """Stages met, in order: (name, which of `steps`)."""

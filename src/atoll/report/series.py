@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def thin(x: np.ndarray, y: np.ndarray, points: int = 1500) -> tuple[np.ndarray, 
         return x, y
     edges = np.linspace(0, len(x), points // 2 + 1).astype(int)
     keep: set[int] = {0, len(x) - 1}
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         part = y[low:high]
         if np.isfinite(part).any():
             keep |= {low + int(np.nanargmin(part)), low + int(np.nanargmax(part))}
