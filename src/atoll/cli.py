@@ -54,8 +54,7 @@ def sample(
     from atoll.infer.sample import continue_text
 
     model, tokenizer = load(folder), load_tokenizer(folder)
-    arguments.write(prompt)
-    continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write)
+    continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write, echo=True)
     sys.stdout.write("\n")
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from atoll.config import UserError
 from atoll.data.tokenizer import Tokenizer, check_fits
+from atoll.infer import sampling
 from atoll.infer.generate import generate
 from atoll.infer.stream import TextStream
 
@@ -22,14 +24,20 @@ def continue_text(
     top_k: int | None = None,
     seed: int | None = 0,
     write: Callable[[str], object] | None = None,
+    echo: bool = False,
 ) -> str:
     """The continuation of `prompt` (as the start of a document), up to `tokens` tokens or the end of the document.
 
-    `write` gets each piece of text as soon as its characters are whole. Raises `UserError` for settings that cannot be and for a
-    tokenizer with ids the model does not know.
+    `write` gets each piece of text as soon as its characters are whole; with `echo` the prompt comes first. Raises `UserError`, before
+    anything is written, for settings that cannot be and for a tokenizer with ids the model does not know.
     """
     config = model.config
     check_fits(tokenizer, config, "tokenizer.json")
+    sampling.check(temperature, top_p, top_k)
+    if tokens < 0:
+        raise UserError(f"tokens = {tokens}: 0 or more is expected")
+    if echo and write is not None:
+        write(prompt)
     stream, pieces = TextStream(tokenizer), []
 
     def put(text: str) -> None:
