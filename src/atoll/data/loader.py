@@ -1,10 +1,11 @@
 """Samples in a fixed pseudo-random order: row i is the same row at any batch split, on any number of ranks, and after a resume.
 
 Documents are cut into *pieces* of at most `length` tokens; a piece that continues a document begins with the last token of the
-piece before it, as context. The pieces, in a fresh pseudo-random order each epoch, form one endless stream, and row i is the
-`length` tokens of it from position i * (length - 1) on: neighbouring rows share one token, which the later row does not count.
-So every token but the first of a document is a target exactly once an epoch, wherever the cuts fall, and nothing is padded.
-A piece cut by the end of a row goes on in the next row, from its shared token, as a document of its own.
+piece before it, as context. A piece of exactly `length` tokens is a row of its own, so that long texts are learnt with whole
+contexts. The shorter ones, in a fresh pseudo-random order each time round, form one endless stream, cut every length - 1 tokens:
+neighbouring rows of the stream share one token, which the later row does not count, and a piece cut by the end of a row goes on in
+the next from that token. Each epoch shuffles all its rows. So every token but the first of a document is a target exactly once
+each time round, and nothing is padded.
 """
 
 from __future__ import annotations
@@ -57,35 +58,52 @@ class Sampler:
     """Endless rows of `length` tokens by global index; see the module's head for the order."""
 
     def __init__(self, token_set: TokenSet, length: int, seed: int) -> None:
-        """`length` at least 2. Holds three int64 arrays over the pieces, and two more for each of the last two epochs used."""
+        """`length` at least 2. Holds two int64 arrays over the pieces, and two more for each of the last few epochs used."""
         if length < 2:
             raise ValueError(f"length = {length}: a row needs a token and one before it")
-        self.token_set, self.length, self.seed = token_set, length, seed
-        sizes = np.diff(token_set.offsets)
-        count = np.maximum(1, -(-(sizes - 1) // (length - 1)))
-        first = np.concatenate([[0], np.cumsum(count)[:-1]])
-        inner = (np.arange(int(count.sum())) - np.repeat(first, count)) * (length - 1)
-        self._starts = np.repeat(token_set.offsets[:-1], count) + inner
-        self._sizes = np.minimum(length, np.repeat(sizes, count) - inner)
-        self.epoch_tokens = int(self._sizes.sum())
-        if not self.epoch_tokens:
+        if not len(token_set):
             raise ValueError("a sampler needs at least one document")
-        self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self.token_set, self.length, self.seed, self._step = token_set, length, seed, length - 1
+        starts, sizes = self._pieces()
+        self._full = starts[sizes == length]
+        self._starts, self._sizes = starts[sizes < length], sizes[sizes < length]
+        self._short = int(self._sizes.sum())  # tokens of the stream, once round
+        self._period = len(self._full) * self._step + self._short  # so many rows are `length - 1` epochs
+        self._orders: OrderedDict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = OrderedDict()
+
+    def _pieces(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each piece starts in the flat tokens, and its size: int64, in the order of the documents."""
+        offsets = self.token_set.offsets
+        sizes = np.diff(offsets)
+        count = -(-(sizes - 1) // self._step)
+        first = np.repeat(np.cumsum(count) - count, count)
+        inner = (np.arange(len(first)) - first) * self._step
+        return np.repeat(offsets[:-1], count) + inner, np.minimum(self.length, np.repeat(sizes, count) - inner)
 
     @property
     def epoch_rows(self) -> float:
-        """Rows after which every token has been a target once."""
-        return self.epoch_tokens / (self.length - 1)
+        """Rows after which every token has been a target once, on average over the epochs."""
+        return self._period / self._step
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Row `index` (0 or more): ids int64 [length], and the positions in it where a segment starts (0 is always one)."""
         if index < 0:
             raise IndexError(f"sample index {index}: 0 or more is expected")
+        epoch = ((index + 1) * self._step - 1) // self._period  # the last whose first row, epoch * period // step, is not past `index`
+        first, stop = (e * self._period // self._step for e in (epoch, epoch + 1))
+        slot = int(self._order("row", epoch, stop - first)[0][index - first])
+        if slot < len(self._full):
+            begin = int(self._full[slot])
+            return self.token_set.tokens[begin : begin + self.length].astype(np.int64), np.zeros(1, dtype=np.int64)
+        return self._from_stream(epoch * self._short // self._step + slot - len(self._full))
+
+    def _from_stream(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Row `row` of the endless stream of short pieces."""
         ids, starts = np.empty(self.length, dtype=np.int64), []
-        epoch, offset = divmod(index * (self.length - 1), self.epoch_tokens)
+        turn, offset = divmod(row * self._step, self._short)
         at = 0
         while at < self.length:
-            order, ends = self._epoch(epoch)
+            order, ends = self._order("piece", turn, len(self._sizes))
             rank = int(np.searchsorted(ends, offset, side="right"))
             while at < self.length and rank < len(order):
                 piece = order[rank]
@@ -95,17 +113,18 @@ class Sampler:
                 ids[at : at + take] = self.token_set.tokens[begin : begin + take]
                 starts.append(at)
                 at, offset, rank = at + take, offset + take, rank + 1
-            epoch, offset = epoch + 1, 0
+            turn, offset = turn + 1, 0
         return ids, np.asarray(starts, dtype=np.int64)
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Order of the pieces in an epoch, and where each ends in the stream."""
-        if epoch not in self._epochs:
-            order = permutation(len(self._sizes), self.seed, epoch)
-            self._epochs[epoch] = order, np.cumsum(self._sizes[order])
-            while len(self._epochs) > 2:
-                self._epochs.popitem(last=False)
-        return self._epochs[epoch]
+    def _order(self, kind: str, epoch: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shuffled rows of an epoch, or pieces of a turn of the stream, and (of pieces) where each ends in the stream."""
+        key = kind, epoch
+        if key not in self._orders:
+            order = permutation(size, self.seed, 2 * epoch + (kind == "piece"))
+            self._orders[key] = order, np.cumsum(self._sizes[order]) if kind == "piece" else order
+            while len(self._orders) > 4:
+                self._orders.popitem(last=False)
+        return self._orders[key]
 
 
 def make_batch(sampler: Sampler, start: int, count: int) -> Batch:

@@ -5,6 +5,8 @@ Both save only their two inputs and recompute the rest in the backward pass. Eve
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -75,7 +77,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 class _Situ(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.betas = beta, linear_beta
         dtype = wide(gate.dtype)
@@ -83,7 +85,8 @@ class _Situ(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
         gate, up = ctx.saved_tensors
         dtype = wide(gate.dtype)
         _, d_gate, d_up = situ_backward(gate.to(dtype), up.to(dtype), *ctx.betas, grad=grad.to(dtype))
@@ -92,14 +95,15 @@ class _Situ(torch.autograd.Function):
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         dtype = wide(gate.dtype)
         return swiglu_values(gate.to(dtype), up.to(dtype)).to(gate.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
         gate, up = ctx.saved_tensors
         dtype = wide(gate.dtype)
         _, d_gate, d_up = swiglu_backward(gate.to(dtype), up.to(dtype), grad.to(dtype))

@@ -56,12 +56,12 @@ class Grouped(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, w1, w3, w2 = ctx.saved_tensors
         layout, betas, dtype = ctx.layout, ctx.betas, wide(x.dtype)
         if layout.rows == 0:
             return torch.zeros_like(x), None, torch.zeros_like(weights), *(torch.zeros_like(w) for w in (w1, w3, w2)), None
-        grad = grad.contiguous()
+        grad = grads[0].contiguous()
         p = _padded(weights.to(dtype), layout)
         dp, dx = torch.empty_like(p), x.new_empty(layout.rows, x.shape[1])
         dw1, dw3, dw2 = (torch.empty_like(w).index_fill_(0, layout.unvisited, 0) for w in (w1, w3, w2))

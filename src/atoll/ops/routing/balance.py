@@ -79,7 +79,7 @@ class QuantileHistogram:
             flat += torch.bincount(bin_.view(-1), minlength=flat.numel())
 
     def reduce(self, over: Callable[[Tensor], Any] | Any) -> None:
-        """Sum the counts over ranks: a process group (one integer all-reduce), or a callable that changes the counts or returns new ones."""
+        """Sum the counts over ranks: a process group (one integer all-reduce), or a callable that changes them or returns new ones."""
         if callable(over):
             result = over(self.counts)
             if isinstance(result, Tensor) and result is not self.counts:

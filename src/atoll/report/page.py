@@ -1,0 +1,229 @@
+"""report.html: one file with everything in it. No script, no address outside it; whatever a user or a model wrote is escaped."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Iterable
+from html import escape
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from atoll.config import Config, describe
+from atoll.plan.parameters import count
+from atoll.plan.summary import short
+from atoll.report.mechanisms import even
+from atoll.report.plots import HEALTH, LEARNING, MECHANISMS, Plot
+from atoll.report.run import Line, Run, number
+
+_SAMPLES = 6
+# Beside the missing script, a browser that keeps to this loads nothing and runs nothing.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_VISIBLE = {i: 0x2400 + i for i in range(32) if i not in (9, 10)} | {13: None, 127: 0x2421}
+
+
+def text(value: object) -> str:
+    """`value` as HTML text: escaped, control characters made visible, nothing that UTF-8 cannot write."""
+    return escape(str(value).translate(_VISIBLE).encode("utf-8", "replace").decode())
+
+
+def page(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
+    """The whole report as HTML; `pictures` by plot name, (light, dark) PNG."""
+    parts = [
+        _head(run),
+        _headline(run),
+        "<h2>Learning</h2>",
+        *(_figure(p, pictures) for p in LEARNING),
+        _samples(run),
+        "<h2>Mechanisms</h2>",
+        *(_figure(p, pictures) for p in MECHANISMS),
+        "<h2>Health of the run</h2>",
+        *(_figure(p, pictures) for p in HEALTH),
+        _validations(run),
+        _parameters(run),
+        _settings(run.config),
+    ]
+    style = resources.files("atoll.report").joinpath("page.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(run.name)} · Atoll</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+# ---------------------------------------------------------------- top
+
+
+def _head(run: Run) -> str:
+    counts = count(run.config.model)
+    m = run.config.model
+    kda = sum(m.is_kda(i) for i in range(m.num_hidden_layers))
+    lead = (
+        f"{m.num_hidden_layers} layers of width {m.hidden_size:,}: {kda} with delta attention, {m.num_hidden_layers - kda} with latent "
+        f"attention; {m.num_experts:,} routed experts, {m.num_experts_per_token} a token; vocabulary of {m.vocab_size:,}."
+    )
+    facts = [
+        ("parameters", f"{short(counts.total)}, {short(counts.active)} active"),
+        ("steps", f"{run.steps[-1]['step']:,}" + (f" of {run.config.train.steps:,}" if run.config.train.steps else "")),
+        ("tokens seen", f"{sum(run.tokens_in(line) for line in run.steps):,}"),
+        ("time in training", duration(training_seconds(run))),
+        *_machine(run.start),
+    ]
+    items = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts if value not in ("", None))
+    return f'<header>\n<h1>{text(run.name)}</h1>\n<p class="lead">{text(lead)}</p>\n<dl class="facts">{items}</dl>\n{_notes(run)}</header>'
+
+
+def _machine(start: Line) -> list[tuple[str, object]]:
+    """Where the run ran, as far as it said."""
+    threads, cpus = start.get("threads"), start.get("cpus")
+    if threads is not None and cpus is not None:
+        threads = f"{threads} on {cpus} CPUs"
+    return [("hardware", start.get("device")), ("threads", threads), ("torch", start.get("torch")), ("Python", start.get("python"))]
+
+
+def _notes(run: Run) -> str:
+    notes = []
+    if run.final is None:
+        notes.append("This run is not finished: what follows is its state at its last written step.")
+    skipped = sum(bool(line.get("skipped")) for line in run.steps)
+    if skipped:
+        notes.append(f"{skipped:,} of {len(run.steps):,} steps were skipped by the guards.")
+    if run.damaged:
+        notes.append(f"{run.damaged:,} damaged lines or probes were left out.")
+    return "".join(f'<p class="note">{text(note)}</p>\n' for note in notes)
+
+
+def training_seconds(run: Run) -> float:
+    """Seconds spent in training steps: each step's tokens over its speed. Reading, validation and evaluation are not in it."""
+    speeds = [(run.tokens_in(line), number(line.get("tokens_per_second"))) for line in run.steps]
+    return sum(tokens / speed for tokens, speed in speeds if speed > 0)
+
+
+def duration(seconds: float) -> str:
+    """291.4 → "4 min 51 s"."""
+    if not np.isfinite(seconds) or seconds <= 0:
+        return ""
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def _headline(run: Run) -> str:
+    final = run.final or {}
+    own = number(final.get("bits_per_byte"))
+    if not np.isfinite(own):
+        return "<h2>Bits per byte on held-out files</h2>\n" + _latest_validation(run)
+    rows = [("this model", own, True), ("gzip -9", number(final.get("gzip")), False), ("xz -9e", number(final.get("xz")), False)]
+    rows = [row for row in rows if np.isfinite(row[1])]
+    most = max(value for _, value, _ in rows)
+    body = "".join(
+        f'<tr{" class=own" if mine else ""}><th scope="row">{name}</th><td class="n">{value:.3f}</td>'
+        f'<td class="n">{"" if mine else f"{own / value:.2f}×"}</td>'
+        f'<td class="bar"><i style="width:{100 * value / most:.1f}%"></i></td></tr>\n'
+        for name, value, mine in rows
+    )
+    head = '<tr><th>less is better</th><th class="n">bits per byte</th><th class="n">model over it</th><th></th></tr>'
+    return f"<h2>Bits per byte on held-out files</h2>\n<table>{head}\n{body}</table>\n<p>{text(_about_files(final))}</p>"
+
+
+def _about_files(final: Line) -> str:
+    said = []
+    if isinstance(final.get("files"), int) and isinstance(final.get("bytes"), int):
+        said.append(f"Measured on all {final['files']:,} held-out files, {final['bytes']:,} bytes, never trained on; compressed one by one.")
+    if "has_tests" in final and final["has_tests"] is not None:
+        said.append(f"The library's own tests were {'among the files' if final['has_tests'] else 'not installed here'}, which moves all figures.")
+    return " ".join(said)
+
+
+def _latest_validation(run: Run) -> str:
+    known = [v for v in run.validations if np.isfinite(number(v.get("bits_per_byte")))]
+    if not known:
+        return '<p class="note">Nothing was measured on held-out files yet.</p>'
+    last = known[-1]
+    return (
+        f"<p>{number(last['bits_per_byte']):.3f} at step {last['step']:,}, on a fixed part of the held-out files. "
+        "All of them, beside gzip and xz, are measured when the run ends.</p>"
+    )
+
+
+# ---------------------------------------------------------------- middle
+
+
+def _figure(plot: Plot, pictures: dict[str, tuple[bytes, bytes]]) -> str:
+    if plot.name not in pictures:
+        return f'<h3>{plot.title}</h3>\n<p class="note">{text(plot.missing)}</p>'
+    light, dark = (base64.b64encode(data).decode() for data in pictures[plot.name])
+    return (
+        f'<figure>\n<picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
+        f'<img alt="{text(plot.title)}" src="data:image/png;base64,{light}"></picture>\n'
+        f"<figcaption><b>Healthy:</b> {text(plot.healthy)}</figcaption>\n</figure>"
+    )
+
+
+def _samples(run: Run) -> str:
+    head = "<h2>Samples</h2>\n"
+    if not run.samples:
+        return head + '<p class="note">No sample was written yet.</p>'
+    shown = [run.samples[i] for i in even(len(run.samples), _SAMPLES)]
+    prompt = run.config.train.sample_prompt
+    lead = f"<p>What the model wrote on <code>{text(prompt)}</code> as it learned"
+    lead += f"; {len(shown)} of {len(run.samples)}, first and last among them.</p>\n" if len(shown) < len(run.samples) else ".</p>\n"
+    return head + lead + "\n".join(f"<h3>step {s['step']:,}</h3>\n<pre>{text(s.get('text', ''))}</pre>" for s in shown)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers_from: int = 1) -> str:
+    """A table of text cells; columns from `numbers_from` on are flush right."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}{' class=n' if i >= numbers_from else ''}>{text(c)}</{tag}>" for i, c in enumerate(cells)) + "</tr>"
+
+    return "<table>" + line(head, "th") + "\n" + "\n".join(line(row, "td") for row in rows) + "</table>"
+
+
+def _validations(run: Run) -> str:
+    if not run.validations:
+        return ""
+    shown = [run.validations[i] for i in even(len(run.validations), 40)]
+    table = _table(("step", "held-out bits per byte"), [(f"{v['step']:,}", f"{number(v.get('bits_per_byte')):.4f}") for v in shown])
+    return f"<details><summary>Validations, as numbers</summary>\n{table}</details>"
+
+
+def _parameters(run: Run) -> str:
+    counts = count(run.config.model)
+    rows = [(g.name, f"{g.total:,}", f"{g.active:,}") for g in counts.groups if g.total]
+    rows.append(("total", f"{counts.total:,}", f"{counts.active:,}"))
+    table = _table(("group", "parameters", "active"), rows).replace("<table>", "<table class=sum>")
+    return f"<h2>Parameters</h2>\n<p>Active counts the language-model head, not the input embedding.</p>\n{table}"
+
+
+def _settings(config: Config) -> str:
+    parts = ["<h2>Settings</h2>\n<p>In bold what differs from the defaults.</p>"]
+    for group in dataclasses.fields(config):
+        value = getattr(config, group.name)
+        for i, settings in enumerate(value if isinstance(value, tuple) else (value,)):
+            name = f"{group.name}.{i}" if isinstance(value, tuple) else group.name
+            parts.append(f"<details><summary>{name}</summary>\n<table>{_setting_rows(settings)}</table></details>")
+    return "\n".join(parts)
+
+
+def _setting_rows(settings: Any) -> str:
+    meanings, default = describe(type(settings)), type(settings)()
+    rows = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        changed = " class=changed" if value != getattr(default, field.name) else ""
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else "none" if value is None else value
+        rows.append(f"<tr><td><code>{field.name}</code></td><td{changed}>{text(shown)}</td><td>{text(meanings.get(field.name, ''))}</td></tr>")
+    return "\n".join(rows)

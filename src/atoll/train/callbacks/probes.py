@@ -1,0 +1,56 @@
+"""A look inside: load of the experts, weights over depth, decays, as small JSON files for the report."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from atoll.data.loader import Sampler, make_batch
+from atoll.train import checkpoint
+from atoll.train.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from atoll.train.trainer import Trainer
+
+SAMPLE = 512  # decays kept of each layer
+TOKENS = 8192  # held-out tokens looked at: enough for some hundred tokens an expert
+
+
+class Probes(Callback):
+    """Runs the model once on a fixed held-out batch, in evaluation mode, and writes what it recorded to probes/step-N.json."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def act(self, trainer: Trainer) -> None:
+        path = trainer.out / "probes" / f"step-{trainer.step}.json"
+        path.parent.mkdir(exist_ok=True)
+        checkpoint.write_whole(path, json.dumps({"step": trainer.step, **look(trainer)}))
+
+
+@torch.no_grad()
+def look(trainer: Trainer) -> dict[str, Any]:
+    """{"depth_weights": [[name, weights]], "decay": [[layer, log decays]], "load": [[tokens an expert]]}, plain numbers."""
+    length = trainer.stages[0].length
+    batch = make_batch(Sampler(trainer.corpus.heldout, length, 0), 0, max(1, TOKENS // length))
+    seen: dict[str, Any] = {}
+    trainer.model.eval()
+    trainer.model(batch.input_ids.to(trainer.device), cu_seqlens=batch.cu_seqlens.to(trainer.device), labels=batch.labels.to(trainer.device), record=seen)
+    trainer.model.train()
+    return {
+        "depth_weights": [[name, _numbers(weights)] for name, weights in seen.get("depth_weights", [])],
+        "decay": [[layer, _numbers(_thinned(g))] for layer, g in seen.get("decay", [])],
+        "load": [counts.tolist() for counts in seen.get("load", [])],
+    }
+
+
+def _thinned(values: torch.Tensor) -> torch.Tensor:
+    """At most SAMPLE of the values, evenly spread over them (an odd stride, so that every channel is met)."""
+    stride = max(1, values.numel() // SAMPLE) | 1
+    return values[::stride][:SAMPLE]
+
+
+def _numbers(values: torch.Tensor) -> list[float]:
+    return [float(f"{v:.5g}") for v in values.tolist()]

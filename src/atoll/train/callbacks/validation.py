@@ -1,0 +1,23 @@
+"""Bits per byte on a fixed part of the held-out split."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atoll.train.callbacks.base import Callback, record
+from atoll.train.finish import heldout_bits
+
+if TYPE_CHECKING:
+    from atoll.train.trainer import Trainer
+
+
+class Validation(Callback):
+    """Always the same tokens, so that the numbers of one run can be compared with one another."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def act(self, trainer: Trainer) -> None:
+        bits = heldout_bits(trainer, trainer.config.train.validate_tokens)
+        record(trainer, {"kind": "validation", "step": trainer.step, "bits_per_byte": bits})
+        trainer.screen.say(f"step {trainer.step:,}: {bits:.4f} bits per byte on held-out text")

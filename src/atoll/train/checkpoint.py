@@ -1,0 +1,236 @@
+"""Crash-safe checkpoints: a folder is whole and checked, or it is not there.
+
+Tensors go through torch.distributed.checkpoint's safetensors storage (its default storage keeps a pickle), flat under dotted
+names; scalars and a checksum of every file into `checkpoint.json`. Everything is written to a folder aside, synced, and renamed
+to `step-N`; the sync of the parent makes the rename last. A damaged folder is found by its checksums, named in one line, and the
+one before it is taken.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.config import UserError
+
+FORMAT = 1
+META = "checkpoint.json"
+ASIDE = ".writing-"
+SHARD_BYTES = 1 << 30  # bytes in one safetensors file: it is built in memory before it is written
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be trusted; the message says why."""
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
+    """Write `folder`/step-N and drop all but the newest `keep`. Raises `UserError` on a full disk; older checkpoints stay whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final, aside = folder / f"step-{step}", folder / f"{ASIDE}{step}"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        _require_space(folder, sum(t.numel() * t.element_size() for t in tensors.values()))
+        _write_tensors(aside, tensors)
+        files = {p.name: _describe(p) for p in sorted(aside.iterdir())}
+        _write_text(aside / META, json.dumps({"format": FORMAT, "step": step, **meta, "files": files}, indent=1))
+        for path in [*aside.iterdir(), aside]:
+            sync(path)
+        _swap(aside, final)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if is_disk_full(error):
+            remedy = f"free space, then: atoll train --resume {folder.parent}"
+            raise UserError(f"{final}: the disk is full, nothing of it was kept; {remedy}") from None
+        raise
+    for old in steps(folder)[:-keep]:
+        shutil.rmtree(folder / f"step-{old}", ignore_errors=True)
+    return final
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    shard, size, where = 1, 0, {}
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if size and size + num_bytes > SHARD_BYTES:
+            shard, size = shard + 1, 0
+        where[name], size = shard, size + num_bytes
+    dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), where), no_dist=True)
+
+
+def _require_space(folder: Path, num_bytes: int) -> None:
+    if shutil.disk_usage(folder).free < num_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether `error`, or one that it wraps, says that no space is left."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    wrapped = [error, error.__cause__, error.__context__]
+    failures = getattr(error, "failures", {})  # CheckpointException: rank → (error, traceback)
+    wrapped += [f[0] for f in failures.values()]
+    return any(isinstance(e, OSError) and e.errno in codes for e in wrapped) or any(
+        os.strerror(code).lower() in str(e).lower() for e in wrapped if e is not None for code in codes
+    )
+
+
+def _swap(aside: Path, final: Path) -> None:
+    """Put `aside` in place of `final`; an older folder of that name gives way in one rename."""
+    old = final.with_name(f"{ASIDE}old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.rename(final, old)
+    os.rename(aside, final)
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file aside, sync it, and rename it into place."""
+    aside = path.with_name(f".{path.name}.writing")
+    _write_text(aside, text)
+    sync(aside)
+    os.replace(aside, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's contents, or a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "blake2b": _digest(path)}
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in `folder`, ascending, whole or not."""
+    found = [p.name.removeprefix("step-") for p in folder.glob("step-*") if p.is_dir()] if folder.is_dir() else []
+    return sorted(int(s) for s in found if s.isdigit())
+
+
+def check(path: Path) -> dict[str, Any]:
+    """The checkpoint's JSON, once every file in it has its checksum. Raises `Damaged`."""
+    try:
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
+        files = meta["files"]
+        if meta["format"] != FORMAT:
+            raise Damaged(f"it has format {meta['format']}, this version reads {FORMAT}")
+        for name, expected in files.items():
+            if Path(name).name != name:
+                raise Damaged(f"{META} names a file outside it")
+            if not (path / name).is_file():
+                raise Damaged(f"{name} is missing")
+            if _describe(path / name) != expected:
+                raise Damaged(f"{name} does not have its checksum")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{META} cannot be read ({type(error).__name__})") from None
+    return meta
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole checkpoint and its JSON; None when there is none at all. Each damaged one is named through `say`.
+
+    Raises `UserError` when there are checkpoints and every one is damaged.
+    """
+    clean(folder)
+    found = steps(folder)
+    for step in reversed(found):
+        path = folder / f"step-{step}"
+        try:
+            return path, check(path)
+        except Damaged as reason:
+            say(f"{path}: damaged, {reason}; falling back to the checkpoint before it")
+    if found:
+        raise UserError(f"{folder}: every checkpoint is damaged; start a new run, or delete {folder} to begin this one again")
+    return None
+
+
+def clean(folder: Path) -> None:
+    """Remove what a crash left half-written."""
+    for leftover in folder.glob(f"{ASIDE}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def load(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read the checkpoint at `path` (already checked) into `tensors`, in place. Raises `UserError` if it is another model's."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    stored = _shapes(path)
+    here = {name: tuple(t.shape) for name, t in tensors.items()}
+    for name in sorted(stored.keys() ^ here.keys()):
+        where = "in the checkpoint but not" if name in stored else "not in the checkpoint but"
+        raise UserError(f"{path}: {name} is {where} in this model; resume with the run's own config.toml")
+    for name in here:
+        if stored[name] != here[name]:
+            raise UserError(f"{path}: {name} has shape {stored[name]} there and {here[name]} here; resume with the run's own config.toml")
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as f:
+            found |= {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118 (not a dict)
+    return found
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """States of torch's generators, by name (bytes)."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: dict[str, Tensor], device: torch.device) -> None:
+    """Put back what `rng_state` gave."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def fingerprint(parts: Iterable[str]) -> str:
+    """A short digest of texts, for telling whether settings are the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()

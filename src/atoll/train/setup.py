@@ -1,0 +1,66 @@
+"""Device, dtype, threads and determinism of a run, and the model built from its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from atoll.config import Config, TrainConfig, UserError
+from atoll.optim import ModelOptimizer
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of a run; "auto" takes CUDA when there is one. Raises `UserError` when the one asked for is not there."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f'train.device = {name!r}: no such device; take "auto", "cpu" or "cuda"') from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f'train.device = {name!r}: torch finds no CUDA device here; take "cpu", or install torch\'s CUDA build')
+    return device
+
+
+def dtype_of(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Type of the weights: "auto" is float32 on a CPU and bfloat16 (with float32 masters) on a GPU."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.dtype)
+
+
+@contextmanager
+def settled(config: TrainConfig) -> Iterator[None]:
+    """Threads and deterministic algorithms for a run; what was before comes back at the end.
+
+    Where an operation has no deterministic form, torch warns once instead of failing; no empty memory is filled, which costs
+    time and changes nothing for code that writes before it reads.
+    """
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        torch.set_num_threads(config.threads or threads)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def build(config: Config) -> tuple[Any, ModelOptimizer]:
+    """Model and optimizer at step 0: a function of the settings alone."""
+    from atoll.model import Model
+
+    device = device_of(config.train)
+    torch.manual_seed(config.train.seed)
+    model = Model(config.model, config.balance, dtype=dtype_of(config.train, device), device=device)
+    model.gradient_checkpointing = config.train.gradient_checkpointing
+    ns_dtype = torch.bfloat16 if device.type == "cuda" else None
+    return model, ModelOptimizer(model, config.optim, config.model, ns_dtype)

@@ -1,0 +1,47 @@
+"""The plan of a run: which stage a step belongs to, and which samples it reads. Pure functions of the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atoll.config import StageConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps `start` … `stop` - 1 of the run, at one sequence length."""
+
+    index: int
+    name: str
+    start: int
+    stop: int
+    length: int  # tokens in a sequence
+    batch: int  # sequences in an optimizer step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one optimizer step."""
+        return self.length * self.batch
+
+    def first_sample(self, step: int) -> int:
+        """Global index, in this stage's sampler, of the first sequence of `step`. Depends on no micro-batch split."""
+        return (step - self.start) * self.batch
+
+
+def plan(stages: tuple[StageConfig, ...], steps: int) -> list[Stage]:
+    """Cut `steps` by the stages' shares. The last stage ends at `steps`; a stage may be empty when `steps` are few."""
+    cut, total, start = [], 0.0, 0
+    for i, stage in enumerate(stages):
+        total += stage.share
+        stop = steps if i == len(stages) - 1 else min(steps, round(total * steps))
+        cut.append(Stage(i, stage.name, start, stop, stage.length, stage.batch))
+        start = stop
+    return cut
+
+
+def stage_at(stages: list[Stage], step: int) -> Stage:
+    """The stage that the 0-based `step` belongs to."""
+    for stage in stages:
+        if stage.start <= step < stage.stop:
+            return stage
+    raise IndexError(f"step {step} is not in the plan")

@@ -1,0 +1,82 @@
+"""One optimizer step: micro-batches, backward, guard, clip, update, balance. No host sync in it but the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.data.loader import Batch, Sampler, make_batch
+from atoll.optim import ModelOptimizer
+from atoll.train.guard import Guard
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves behind. `numbers` stays on the device until `read`."""
+
+    numbers: Tensor  # float64 [4]: loss, gradient norm, skip, skips in a row
+    targets: int
+    num_bytes: int
+    balance: dict[str, Any]  # per MoE layer: max_vio, dead
+
+    def read(self) -> tuple[float, float, bool, int]:
+        """Loss (nats a target), gradient norm before the clip, whether the step was skipped, skips in a row. Waits for the device."""
+        loss, norm, skip, in_a_row = self.numbers.tolist()
+        return loss, norm, bool(skip), int(in_a_row)
+
+
+def micro_batches(sampler: Sampler, first: int, count: int, size: int | None) -> list[Batch]:
+    """The `count` sequences from global index `first` on, `size` a batch (None: all in one)."""
+    size = min(size or count, count)
+    return [make_batch(sampler, first + i, min(size, count - i)) for i in range(0, count, size)]
+
+
+def accumulate(model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None) -> tuple[Tensor, int]:
+    """Gradients of the mean loss over all targets of `batches`, added to what is there.
+
+    Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients.
+    `routing` forces the experts, one entry a micro-batch. Returns the loss (float64 scalar, on the device) and the targets.
+    """
+    device = next(model.parameters()).device
+    counts = [int((b.labels != -100).sum()) for b in batches]
+    total = max(1, sum(counts))
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+        ids, labels, bounds = (t.to(device, non_blocking=True) for t in (batch.input_ids, batch.labels, batch.cu_seqlens))
+        forced = {} if routing is None else {"routing": routing[i]}
+        out = model(ids, labels=labels, cu_seqlens=bounds, **forced)
+        share = out.loss * (count / total)
+        share.backward()
+        loss += share.detach()
+    return loss, sum(counts)
+
+
+def train_step(model: Any, optimizer: ModelOptimizer, guard: Guard, batches: Sequence[Batch], lr: float) -> StepResult:
+    """One step on `batches` at `lr` times the peak learning rates.
+
+    A step that the guard refuses leaves weights, optimizer state and router biases as they were, bit for bit.
+    """
+    model.train()
+    optimizer.zero_grad()
+    loss, targets = accumulate(model, batches)
+    norm = optimizer.clip()
+    skip = guard.judge(loss, norm)
+    optimizer.step(lr, skip)
+    balance = _balance(model, skip)
+    numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
+    return StepResult(numbers, targets, sum(b.num_bytes for b in batches), balance)
+
+
+@torch.no_grad()
+def _balance(model: Any, skip: Tensor) -> dict[str, Any]:
+    """Let the routers take their next bias, and put the old one back when the step is skipped."""
+    biases = [layer.gate.e_score_correction_bias for layer in model.moe_layers()]
+    before = [b.clone() for b in biases]
+    report = model.balance_step()
+    for bias, old in zip(biases, before, strict=True):
+        bias.copy_(torch.where(skip > 0, old, bias))
+    return report

@@ -1,0 +1,208 @@
+"""The training loop. Read `run`, then `Trainer.fit`; the rest of the room holds the parts they name."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atoll.config import Config, UserError
+from atoll.data import Corpus, open_corpus
+from atoll.data.loader import Sampler
+from atoll.optim.schedule import factor
+from atoll.train import budget, checkpoint, folder, setup
+from atoll.train.callbacks import Callback, standard
+from atoll.train.finish import finish
+from atoll.train.guard import Guard
+from atoll.train.screen import Screen
+from atoll.train.signals import StopSignals
+from atoll.train.stages import Stage, plan, stage_at
+from atoll.train.step import StepResult, micro_batches, train_step
+
+GIVE_UP = 50  # skipped steps in a row after which a run is beyond help
+
+
+def run(config: Config | None, out: str | Path, resume: bool = False, started: float | None = None) -> Path:
+    """Train: the whole job, from text to report, in the folder `out`; returns it.
+
+    Args:
+        config: the settings. On a resume the folder's own are taken; None, or settings that agree with them, may be given.
+        out: the run's folder: new or empty, or with `resume` one that has started.
+        started: `time.monotonic()` at the start of the command, from which `train.minutes` counts; default now.
+
+    Raises `UserError`, one line, for a mistake. SIGTERM and Ctrl-C end it after the current step, saved, and it returns.
+    """
+    started = time.monotonic() if started is None else started
+    out, screen = Path(out), Screen()
+    with folder.taken(out, resume):
+        if resume:
+            config = folder.frozen(out, config)
+        if config is None:
+            raise UserError("config: none given; name a preset or a TOML file")
+        with setup.settled(config.train):
+            corpus = open_corpus(config.data, config.model, screen.say)
+            for note in corpus.notes:
+                screen.say(note)
+            if not resume:
+                config = budget.freeze(config, corpus, out, screen, started)
+                folder.begin(out, config, corpus.tokenizer)
+            trainer = Trainer(config, corpus, out, screen)
+            trainer.restore() if resume else trainer.announce()
+            if trainer.fit():
+                finish(trainer)
+    return out
+
+
+class Trainer:
+    """A run in memory: model, optimizer, guard, samplers, and `step`, the number of optimizer steps done."""
+
+    def __init__(self, config: Config, corpus: Corpus, out: Path, screen: Screen) -> None:
+        assert config.train.steps is not None
+        self.config, self.corpus, self.out, self.screen = config, corpus, out, screen
+        self.device = setup.device_of(config.train)
+        self.model, self.optimizer = setup.build(config)
+        self.guard = Guard(config.train.skip_spike, self.device)
+        self.steps, self.step = config.train.steps, 0
+        self.stages = plan(config.stages, self.steps)
+        self.samplers = [Sampler(corpus.train, s.length, config.data.seed + s.index) for s in self.stages]
+        self.callbacks: list[Callback] = []
+        self.stopping = False  # asked to stop: the step just done is the last
+        self._reported, self._read = 0, 0.0  # last step handed to the callbacks, and when
+
+    # ---------------------------------------------------------------- the loop
+
+    def fit(self) -> bool:
+        """Train to the last step. False when it was asked to stop before; then a checkpoint was saved."""
+        self.callbacks = standard(self.config.train)
+        with StopSignals() as signals:
+            for callback in self.callbacks:
+                callback.start(self)
+            pending: tuple[StepResult, Stage, float] | None = None
+            while self.step < self.steps and not self.stopping:
+                stage, begun = stage_at(self.stages, self.step), time.monotonic()
+                result = self.train_step(stage)
+                self.step += 1
+                # On a GPU the numbers of a step are read while the next one runs: reading them at once would stall it.
+                if pending is not None:
+                    self._report(*pending)
+                pending = (result, stage, begun)
+                self.stopping = signals.asked
+                if self.device.type == "cpu" or self.stopping or any(c.due(self) for c in self.callbacks):
+                    self._report(*pending)
+                    pending = None
+                    for callback in self.callbacks:
+                        if callback.due(self):
+                            callback.act(self)
+            if pending is not None:
+                self._report(*pending)
+            for callback in self.callbacks:
+                callback.stop(self)
+        if self.step < self.steps:
+            self.screen.say(f"stopped after step {self.step:,} of {self.steps:,}, saved; go on with: atoll train --resume {self.out}")
+        return self.step == self.steps
+
+    def train_step(self, stage: Stage) -> StepResult:
+        """The optimizer step after `step`, on the samples that its number gives."""
+        o = self.config.optim
+        batches = micro_batches(self.samplers[stage.index], stage.first_sample(self.step), stage.batch, self.config.train.micro_batch)
+        return train_step(self.model, self.optimizer, self.guard, batches, self.learning_rate(self.step, o.warmup, o.min_lr))
+
+    def learning_rate(self, step: int, warmup: float, floor: float) -> float:
+        """Share of the peak learning rate at the 0-based `step`."""
+        return factor(step, self.steps, warmup, floor)
+
+    def _report(self, result: StepResult, stage: Stage, begun: float) -> None:
+        """Hand the numbers of a step to the callbacks, as one flat line."""
+        loss, norm, skipped, in_a_row = result.read()
+        now = time.monotonic()
+        line = self._line(result, stage, loss, norm, skipped, now - max(begun, self._read))
+        self._read = now
+        if skipped:
+            why = "not finite" if not math.isfinite(loss + norm) else f"a spike: gradient norm {norm:.3g}, usually {float(self.guard.mean):.3g}"
+            self.screen.say(f"step {line['step']:,} skipped: {why}")
+        for callback in self.callbacks:
+            callback.metrics(self, line)
+        if in_a_row >= GIVE_UP:
+            raise UserError(f"optim.lr = {self.config.optim.lr!r}: the last {in_a_row} steps had to be skipped; start again with a lower one")
+
+    def _line(self, result: StepResult, stage: Stage, loss: float, norm: float, skipped: bool, seconds: float) -> dict[str, Any]:
+        o, experts = self.config.optim, self.config.model.num_experts
+        number = self._reported = self._reported + 1
+        vio, dead = result.balance["max_vio"], result.balance["dead"]
+        return {
+            "step": number,
+            "stage": stage.name,
+            "loss": loss,
+            "bits_per_byte": loss * result.targets / math.log(2) / max(1, result.num_bytes),
+            "tokens": stage.tokens,
+            "tokens_per_second": stage.tokens / max(seconds, 1e-9),
+            "lr": o.lr * self.learning_rate(number - 1, o.warmup, o.min_lr),
+            "grad_norm": norm,
+            "max_vio": max(vio, default=0.0),
+            "max_vio_mean": sum(vio) / max(1, len(vio)),
+            "dead_experts": round(sum(dead) * experts),
+            "skipped": skipped,
+        }
+
+    # ---------------------------------------------------------------- saving and going on
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything a checkpoint holds that is a tensor, by name. Live, but for the random states."""
+        model = {f"model.{n}": t.detach() for n, t in self.model.state_dict().items()}
+        optim = {f"optim.{n}": t for n, t in self.optimizer.state().items()}
+        guard = {f"guard.{n}": t for n, t in self.guard.state().items()}
+        rng = {f"rng.{n}": t for n, t in checkpoint.rng_state(self.device).items()}
+        return {**model, **optim, **guard, **rng}
+
+    def meta(self) -> dict[str, Any]:
+        """Everything a checkpoint holds that is not a tensor."""
+        text = {"train_tokens": self.corpus.train.num_tokens, "train_bytes": self.corpus.train.num_bytes}
+        return {
+            "steps": self.steps,
+            "skipped": int(self.guard.skipped),
+            "settings": folder.fingerprint(self.config),
+            "tokenizer": self.corpus.tokenizer.fingerprint,
+            "text": text,
+            "torch": torch.__version__,
+        }
+
+    def save(self) -> None:
+        """Write the checkpoint of this step, unless it is there already."""
+        c = self.config.train
+        checkpoint.save(self.out / "checkpoints", self.step, self.tensors(), self.meta(), c.keep)
+
+    def restore(self) -> None:
+        """Go back to the newest whole checkpoint in the folder, or to step 0. Raises `UserError` when it does not fit this run."""
+        if not (self.out / "tokenizer.json").is_file():
+            self.corpus.tokenizer.save(self.out / "tokenizer.json")
+        found = checkpoint.newest(self.out / "checkpoints", self.screen.say)
+        if found is not None:
+            path, meta = found
+            self._check_fits(path, meta)
+            tensors = self.tensors()
+            checkpoint.load(path, tensors)
+            states = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
+            checkpoint.set_rng_state(states, self.device)
+            self.step = int(meta["step"])
+        self._reported = self.step
+        folder.cut_metrics(self.out, self.step)
+        self.screen.say(f"resuming {self.out} after step {self.step:,} of {self.steps:,}")
+
+    def _check_fits(self, path: Path, meta: dict[str, Any]) -> None:
+        mine = self.meta()
+        if meta["tokenizer"] != mine["tokenizer"]:
+            raise UserError(
+                f"data.tokenizer = {self.config.data.tokenizer!r}: not the tokenizer of {path}; set data.tokenizer to {self.out}/tokenizer.json"
+            )
+        if meta["text"] != mine["text"]:
+            raise UserError(f"data.source = {self.config.data.source!r}: the text changed since {path}; put it back, or start a new run")
+        if meta["settings"] != mine["settings"]:
+            raise UserError(f"{path}: written under other settings than {self.out}/config.toml; put that file back, or start a new run")
+
+    def announce(self) -> None:
+        """Say what is about to be trained."""
+        stages = ", ".join(f"{s.name}: {s.stop - s.start:,} steps of {s.batch} x {s.length:,} tokens" for s in self.stages)
+        self.screen.say(f"{self.model.num_parameters():,} parameters on {self.device}; {stages}")
