@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from atoll.config import UserError
+from atoll.config import ModelConfig, UserError
 from atoll.data.tokenizer import Tokenizer, check_fits
 from atoll.infer import sampling
 from atoll.infer.generate import generate
@@ -15,7 +16,7 @@ from atoll.infer.stream import TextStream
 
 
 def continue_text(
-    model: nn.Module,
+    model: Any,
     tokenizer: Tokenizer,
     prompt: str,
     tokens: int = 200,
@@ -31,7 +32,7 @@ def continue_text(
     `write` gets each piece of text as soon as its characters are whole; with `echo` the prompt comes first. Raises `UserError`, before
     anything is written, for settings that cannot be and for a tokenizer with ids the model does not know.
     """
-    config = model.config
+    config: ModelConfig = model.config
     check_fits(tokenizer, config, "tokenizer.json")
     sampling.check(temperature, top_p, top_k)
     if tokens < 0:
