@@ -30,7 +30,7 @@ def trained(monkeypatch):
     """`atoll.train.run` replaced by one that notes what it was asked."""
     calls = []
     room = types.ModuleType("atoll.train")
-    room.run = lambda config, out, resume=False: calls.append((config, out, resume))  # pyright: ignore[reportAttributeAccessIssue]
+    room.run = lambda config, out, resume=False, started=None: calls.append((config, out, resume))  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "atoll.train", room)
     return calls
 
