@@ -73,8 +73,9 @@ def _near(name: str) -> str | None:
     """The flag that a name without a dot may mean: the setting so called in its group, or one spelt alike."""
     groups = {f.name: type(getattr(Config(), f.name)) for f in dataclasses.fields(Config) if f.name != "stages"}
     inside = {f.name: f"{group}.{f.name}" for group, cls in groups.items() for f in dataclasses.fields(cls)}
-    near = difflib.get_close_matches(name, [*OWN_FLAGS, *inside], 1, 0.6)
-    return inside.get(near[0], near[0]) if near else None
+    inside |= {name: name for name in OWN_FLAGS}
+    near = difflib.get_close_matches(name, inside, 1, 0.6)
+    return inside[near[0]] if near else None
 
 
 # ---------------------------------------------------------------- the other verbs
@@ -118,7 +119,7 @@ def _later(verb: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
 
 def _refuse(box: str, prog: str) -> NoReturn:
     """The parser's message, a framed paragraph, as one line."""
-    rows = [re.sub(r"[╭╮╰╯│─]+", " ", line).strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    rows = [re.sub(r"[╭╮╰╯│─]+|-{4,}", " ", line).strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
     frame = [row for row in rows[1:] if row]  # the first row is the frame's title
     text = re.split(r"\s(?:Argument helptext:|For full helptext)", " ".join(frame))[0]
     text = re.sub(r"\s+", " ", text).strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import time
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -17,6 +18,7 @@ Run = Annotated[Positional[str], arg(metavar="RUN")]
 
 def train(words: list[str]) -> None:
     """Train a model: `atoll train tiny` needs nothing but this machine."""
+    started = time.monotonic()
     if {"-h", "--help"} & set(words):
         name = next((word for word in words if not word.startswith("-")), "tiny")
         print(arguments.train_help(load_config(name), name, presets()), end="")
@@ -25,7 +27,7 @@ def train(words: list[str]) -> None:
     config, out = arguments.plan_run(args)
     from atoll.train import run
 
-    run(config, out, resume=args.resume is not None)
+    run(config, out, resume=args.resume is not None, started=started)
 
 
 def sample(
@@ -54,8 +56,7 @@ def sample(
     from atoll.infer.sample import continue_text
 
     model, tokenizer = load(folder), load_tokenizer(folder)
-    arguments.write(prompt)
-    continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write)
+    continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write, echo=True)
     sys.stdout.write("\n")
 
 

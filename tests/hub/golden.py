@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from atoll.model import Model, load
 from safetensors.torch import load_file
 from torch import Tensor
+
+from atoll.model import Model, load
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ATOL = 1e-3  # float32 logits: two right implementations differ by at most 1.3e-4, the smallest wrong formula by 8e-3

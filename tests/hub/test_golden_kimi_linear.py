@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from hub.golden import ATOL, GOLDEN, arrays, check_gradients, decode, distance, model, packed_logits
+
 from atoll.hub.load import load_into, read_config
 from atoll.model import Model
-from hub.golden import ATOL, GOLDEN, arrays, check_gradients, decode, distance, model, packed_logits
 
 FOLDER = "kimi_linear_tiny"
 

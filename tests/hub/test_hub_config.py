@@ -6,10 +6,11 @@ import copy
 import json
 
 import pytest
+from hub.golden import GOLDEN
+
 from atoll.config import ModelConfig, UserError, load_config, presets
 from atoll.hub.config_json import from_json, is_kimi_linear, to_json
 from atoll.hub.load import read_config
-from hub.golden import GOLDEN
 
 LINEAR = ModelConfig(
     residual="plain",
@@ -22,6 +23,12 @@ LINEAR = ModelConfig(
     q_lora_rank=None,
     full_attn_layers=(4, 5),
 )
+
+
+BOILERPLATE = {
+    "_name_or_path", "chunk_size_feed_forward", "id2label", "label2id", "length_penalty", "max_length", "num_beam_groups", "num_beams",
+    "num_return_sequences", "repetition_penalty", "return_dict", "temperature", "top_k", "top_p", "transformers_version", "typical_p",
+}  # fmt: skip
 
 
 def released(folder: str) -> dict:
@@ -88,11 +95,8 @@ def test_every_released_key_with_a_meaning_is_written_as_released(folder):
         assert {k: mine[k] for k in mine if k in theirs and k != "text_config"} == {k: theirs[k] for k in mine if k != "text_config"}
         mine, theirs = mine["text_config"], theirs["text_config"]
     assert {k: theirs.get(k) for k in mine} == mine
-    boilerplate = {"transformers_version", "_name_or_path"}
-    missing = {k for k, v in theirs.items() if k not in mine and v not in (None, False, {}, 0, 0.0)} - boilerplate
-    assert missing <= {"chunk_size_feed_forward", "id2label", "label2id", "length_penalty", "max_length", "num_beam_groups", "num_beams"} | {
-        "num_return_sequences", "repetition_penalty", "return_dict", "temperature", "top_k", "top_p", "typical_p"
-    }  # fmt: skip
+    missing = {k for k, v in theirs.items() if k not in mine and v not in (None, False, {}, 0, 0.0)}
+    assert missing <= BOILERPLATE
 
 
 def test_a_nested_file_without_text_config_is_read_too():

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub.golden import GOLDEN
+from safetensors.torch import load_file, save_file
+
 from atoll.config import ModelConfig, UserError
 from atoll.data.tokenizer import train_tokenizer
 from atoll.hub import export
 from atoll.hub.load import load_into, load_tokenizer, read_config
 from atoll.model import Model, load
-from hub.golden import GOLDEN
-from safetensors.torch import load_file, save_file
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "kda_num_heads": 2, "kda_head_dim": 8,
@@ -75,8 +76,8 @@ def test_float32_tensors_stay_float32_in_a_bfloat16_folder(tmp_path):
     export.save(build(torch.bfloat16), tmp_path / "a")
     kinds = {name: t.dtype for name, t in load_file(tmp_path / "a" / "model.safetensors").items()}
     exact = {name.split(".", 4)[-1] for name, kind in kinds.items() if kind == torch.float32}
-    conv = {f"self_attn.{x}_conv1d.weight" for x in "qkv"}
-    assert exact == {"self_attn.A_log", "self_attn.dt_bias", "self_attn.o_norm.weight", *conv} | {"block_sparse_moe.gate.e_score_correction_bias"}
+    mixer = {f"self_attn.{x}" for x in ("A_log", "dt_bias", "o_norm.weight", "q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")}
+    assert exact == {*mixer, "block_sparse_moe.gate.e_score_correction_bias"}
     assert set(kinds.values()) == {torch.float32, torch.bfloat16}
 
 

@@ -6,14 +6,15 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from atoll.config import ModelConfig, UserError
 from atoll.data.tokenizer import train_tokenizer
 from atoll.infer.generate import generate
 from atoll.infer.sample import continue_text
 from atoll.infer.stream import TextStream
 from atoll.model import Model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, kda_num_heads=2, kda_head_dim=8, q_lora_rank=8,
@@ -67,7 +68,8 @@ def test_a_cache_may_follow_a_longer_prompt(model):
     cache = model.new_cache(1)
     with torch.no_grad():
         model(prompt()[:, :4], cache=cache)
-    assert torch.equal(generate(model, prompt()[:, 4:], 6, temperature=0, cache=cache)[:, 5:], generate(model, prompt(), 6, temperature=0)[:, 9:])
+    rest = generate(model, prompt()[:, 4:], 6, temperature=0, cache=cache)
+    assert torch.equal(rest[:, 5:], generate(model, prompt(), 6, temperature=0)[:, 9:])
 
 
 def test_rows_stop_by_themselves_and_are_padded(model):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from atoll.config import UserError
-from atoll.infer.sampling import check, distribution, draw, keep_top_k, keep_top_p
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from atoll.config import UserError
+from atoll.infer.sampling import check, distribution, draw, keep_top_k, keep_top_p
 
 rows = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x).unsqueeze(0))
 
@@ -83,7 +84,13 @@ def test_draws_stay_on_possible_tokens_at_both_ends():
 
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k", "name"),
-    [(-1, 1, None, "temperature"), (float("nan"), 1, None, "temperature"), (1, 0, None, "top_p"), (1, 1.1, None, "top_p"), (1, 1, 0, "top_k")],
+    [
+        (-1, 1, None, "temperature"),
+        (float("nan"), 1, None, "temperature"),
+        (1, 0, None, "top_p"),
+        (1, 1.1, None, "top_p"),
+        (1, 1, 0, "top_k"),
+    ],
 )
 def test_impossible_settings_are_refused(temperature, top_p, top_k, name):
     with pytest.raises(UserError, match=f"^{name} = "):

@@ -25,7 +25,8 @@ def evaluate(run: Path) -> dict[str, Any]:
     corpus = open_corpus(data, config.model)
     length = config.stages[-1].length
     measured = bits_per_byte(model, corpus.heldout, length)
-    return {**measured, **compressors(corpus.heldout_files), "files": len(corpus.heldout_files), "length": length}
+    about = {"files": len(corpus.heldout_files), "length": length, "has_tests": corpus.has_tests}
+    return {**measured, **compressors(corpus.heldout_files), **about}
 
 
 def render(result: dict[str, Any]) -> str:

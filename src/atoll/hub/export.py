@@ -18,7 +18,7 @@ from torch import nn
 
 from atoll.config import ModelConfig, UserError
 from atoll.hub import config_json
-from atoll.hub.layout import Slot, pack, slots
+from atoll.hub.layout import Slot, config_of, pack, slots
 from atoll.hub.load import INDEX, SINGLE
 
 OURS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
@@ -53,18 +53,18 @@ def save(
     """
     folder = Path(folder).expanduser()
     _refuse_foreign(folder)
-    parts = slots(model, dtype)
+    m, parts = config_of(model), slots(model, dtype)
     main = next(slot.dtype for slot in parts if slot.name.endswith("embed_tokens.weight"))
     with _aside(folder) as aside:
-        config = config_json.to_json(model.config, str(main).removeprefix("torch."))
+        config = config_json.to_json(m, str(main).removeprefix("torch."))
         if tokenizer is not None:
             config[config_json.FINGERPRINT] = tokenizer.fingerprint
         _write_json(aside / "config.json", config)
-        _write_json(aside / "generation_config.json", _generation(model.config))
+        _write_json(aside / "generation_config.json", _generation(m))
         _write_weights(parts, aside, shard_bytes)
         if tokenizer is not None:
             tokenizer.save(aside / "tokenizer.json")
-            _write_json(aside / "tokenizer_config.json", _tokenizer_config(aside / "tokenizer.json", model.config))
+            _write_json(aside / "tokenizer_config.json", _tokenizer_config(aside / "tokenizer.json", m))
     return folder
 
 

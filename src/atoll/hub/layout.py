@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from atoll.config import ModelConfig
 from atoll.hub.config_json import is_kimi_linear
 
 PREFIX = "language_model."
@@ -35,13 +37,18 @@ class Slot:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def config_of(model: nn.Module) -> ModelConfig:
+    """The config that `model` was built from."""
+    return cast(ModelConfig, model.config)
+
+
 def slots(model: nn.Module, dtype: torch.dtype | None = None) -> list[Slot]:
     """Every stored tensor of `model`, in the model's order.
 
     `dtype` is the type of most tensors (default: the type of the embedding); the tensors that the release keeps in float32
     (decay, convolutions, gated norm, router bias) never fall below float32.
     """
-    config = model.config
+    config = config_of(model)
     flat = is_kimi_linear(config)
     bias = {name: b for name, b in model.named_buffers() if name.endswith(".e_score_correction_bias")}  # the one stored buffer
     named = {**dict(model.named_parameters()), **bias}
@@ -58,7 +65,7 @@ def slots(model: nn.Module, dtype: torch.dtype | None = None) -> list[Slot]:
     return out
 
 
-def _stored_shape(inner: str, tensor: Tensor, config, flat: bool) -> tuple[int, ...]:
+def _stored_shape(inner: str, tensor: Tensor, config: ModelConfig, flat: bool) -> tuple[int, ...]:
     if inner.endswith(".A_log"):
         if flat:
             return (1, 1, tensor.numel(), 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.config import UserError
 from atoll.infer import sampling
@@ -14,7 +14,7 @@ from atoll.infer import sampling
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -25,7 +25,7 @@ def generate(
     stop_ids: Collection[int] = (),
     on_token: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """`input_ids` int64 [B, T] followed by up to `max_new_tokens` sampled ids, int64 [B, T + n].
+    """`input_ids` int64 [B, T] continued by `model` (an `atoll.Model`): followed by up to `max_new_tokens` sampled ids, int64 [B, T + n].
 
     Rows share one length. With `cache`, `input_ids` continues what the cache holds; it then holds all but the last sampled token.
     Temperature 0 is greedy. The same `seed` gives the same ids. A row ends at the first of `stop_ids`, which is kept; rows that
@@ -68,7 +68,15 @@ class _Sampler:
         return sampling.draw(probs, torch.rand(probs.shape[0], generator=self.numbers, dtype=torch.float64))
 
 
-def _loop(model, input_ids, max_new_tokens, cache, sample, stop_ids, on_token) -> Tensor:
+def _loop(
+    model: Any,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    cache: Any,
+    sample: _Sampler,
+    stop_ids: frozenset[int],
+    on_token: Callable[[Tensor], object] | None,
+) -> Tensor:
     rows = input_ids.shape[0]
     done = torch.zeros(rows, dtype=torch.bool)
     pad = torch.full((rows,), model.config.pad_token_id)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from atoll.config import ModelConfig, UserError
 from atoll.data.tokenizer import Tokenizer, check_fits
+from atoll.infer import sampling
 from atoll.infer.generate import generate
 from atoll.infer.stream import TextStream
 
 
 def continue_text(
-    model: nn.Module,
+    model: Any,
     tokenizer: Tokenizer,
     prompt: str,
     tokens: int = 200,
@@ -22,14 +25,20 @@ def continue_text(
     top_k: int | None = None,
     seed: int | None = 0,
     write: Callable[[str], object] | None = None,
+    echo: bool = False,
 ) -> str:
     """The continuation of `prompt` (as the start of a document), up to `tokens` tokens or the end of the document.
 
-    `write` gets each piece of text as soon as its characters are whole. Raises `UserError` for settings that cannot be and for a
-    tokenizer with ids the model does not know.
+    `write` gets each piece of text as soon as its characters are whole; with `echo` the prompt comes first. Raises `UserError`, before
+    anything is written, for settings that cannot be and for a tokenizer with ids the model does not know.
     """
-    config = model.config
+    config: ModelConfig = model.config
     check_fits(tokenizer, config, "tokenizer.json")
+    sampling.check(temperature, top_p, top_k)
+    if tokens < 0:
+        raise UserError(f"tokens = {tokens}: 0 or more is expected")
+    if echo and write is not None:
+        write(prompt)
     stream, pieces = TextStream(tokenizer), []
 
     def put(text: str) -> None:
