@@ -53,6 +53,7 @@ clean:  ## remove .venv and what tools leave behind; runs/ stays
 # ---------------------------------------------------------------- the environment
 
 NOT_CPU := s/^torch==\(.*\)/torch==\1,!=\1+cpu/
+INTERPRETED := triton==3.6.0 'numpy<2.4'
 CARD := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
 $(VENV)/bin/python:
@@ -65,4 +66,7 @@ $(VENV)/bin/python:
 $(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@sed -e '$(if $(filter-out 0,$(CARD)),$(NOT_CPU))' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(ATOLL_PIP_ARGS) -c $(VENV)/constraints.txt -e ".[dev]"
+	@# Triton's interpreter checks the kernels where there is no card; torch's CUDA build brings its own Triton.
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(ATOLL_PIP_ARGS) $(INTERPRETED) || exit 1; fi
 	@touch $@

@@ -375,6 +375,17 @@ def describe(cls: type) -> dict[str, str]:
 # ---------------------------------------------------------------- validation
 
 
+MODEL_POSITIVE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "kda_num_heads", "kda_head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size"),
+    *("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size", "attn_res_block_size"),
+    *("rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "initializer_range"),
+)
+TRAIN_POSITIVE = (
+    *("steps", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"),
+)
+
+
 def validate(config: Config) -> None:
     """Refuse impossible combinations. Raises `ConfigError` naming the field, the value and the remedy."""
     validate_model(config.model)
@@ -391,14 +402,7 @@ def _positive(group: Any, prefix: str, names: typing.Iterable[str]) -> None:
 
 def validate_model(m: ModelConfig) -> None:
     """Refuse shapes that cannot be built or trained."""
-    _positive(
-        m,
-        "model.",
-        "vocab_size hidden_size num_hidden_layers num_attention_heads kda_num_heads kda_head_dim q_lora_rank kv_lora_rank "
-        "qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size num_experts num_experts_per_token "
-        "moe_intermediate_size routed_expert_hidden_size attn_res_block_size rms_norm_eps latent_norm_eps "
-        "activation_situ_beta activation_situ_linear_beta initializer_range".split(),
-    )
+    _positive(m, "model.", MODEL_POSITIVE)
     if m.num_experts_per_token >= m.num_experts:
         _refuse("model.num_experts_per_token", m.num_experts_per_token, f"must be below num_experts = {m.num_experts}")
     if m.num_experts_per_token == 1 and m.moe_renormalize:
@@ -439,8 +443,12 @@ def _validate_stages(stages: tuple[StageConfig, ...]) -> None:
 
 def _validate_train(config: Config) -> None:
     t, d, o = config.train, config.data, config.optim
-    _positive(t, "train.", "steps minutes micro_batch threads validate_every validate_tokens sample_every save_every keep".split())
-    _positive(o, "optim.", "lr adam_lr eps grad_clip qk_clip".split())
+    _positive(
+        t,
+        "train.",
+        ["steps", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"],
+    )
+    _positive(o, "optim.", ["lr", "adam_lr", "eps", "grad_clip", "qk_clip"])
     if t.steps is None and t.minutes is None:
         _refuse("train.steps", None, "set train.steps or train.minutes")
     if not 0 < d.heldout < 1:

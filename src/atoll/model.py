@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,9 +118,7 @@ class Model(nn.Module):
         routes = self._routes(routing)
         probe = self._start_probes(record)
         mask = input_ids.ne(self.config.pad_token_id) if self.training else None
-        hidden = self.language_model.model(
-            input_ids, cu_seqlens=cu_seqlens, cache=cache, mask=mask, routing=routes, probe=probe
-        )
+        hidden = self.language_model.model(input_ids, cu_seqlens=cu_seqlens, cache=cache, mask=mask, routing=routes, probe=probe)
         if cache is not None:
             cache.length += input_ids.shape[1]
         if record is not None:
@@ -228,7 +227,7 @@ def check_segments(cu_seqlens: Tensor, shape: torch.Size) -> None:
         raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}: integers [documents + 1] are expected")
     if cu_seqlens.device.type == "cpu":
         ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != shape[1] or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+        if ends[0] != 0 or ends[-1] != shape[1] or any(a > b for a, b in itertools.pairwise(ends)):
             raise ValueError(f"cu_seqlens must rise from 0 to {shape[1]}, the row's length")
 
 
@@ -241,9 +240,7 @@ def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return targets
 
 
-def load(
-    name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> Model:
+def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Model:
     """A model by preset name (random weights) or from a folder in the hub's layout (also a run's `model/`).
 
     Raises `UserError` (one line) for a folder that cannot be read whole.

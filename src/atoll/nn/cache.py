@@ -73,6 +73,3 @@ def empty_cache(batch: int, is_kda: list[bool]) -> Cache:
     if batch < 1:
         raise ValueError(f"batch = {batch}: at least one sequence is expected")
     return Cache(batch, [DeltaState() if kda else LatentState() for kda in is_kda])
-
-
-

@@ -113,9 +113,7 @@ class DeltaAttention(nn.Module):
         pairs = ((self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d))
         outs, ends = [], []
         for (proj, conv), window in zip(pairs, windows, strict=True):
-            y, end = short_conv(
-                proj(x), conv.weight, initial_state=window, cu_seqlens=cu_seqlens, output_final_state=cache is not None
-            )
+            y, end = short_conv(proj(x), conv.weight, initial_state=window, cu_seqlens=cu_seqlens, output_final_state=cache is not None)
             outs.append(y)
             ends.append(end)
         if cache is not None:

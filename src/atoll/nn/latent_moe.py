@@ -129,9 +129,7 @@ class LatentMoE(nn.Module):
         ids, weights = self._route(flat, None if mask is None else mask.reshape(-1), routing)
         latent = flat if self.routed_expert_down_proj is None else self.routed_expert_down_proj(flat)
         e = self.experts
-        out = experts_mlp(
-            latent, ids, weights, e.w1, e.w3, e.w2, activation=self.activation, beta=self.beta, linear_beta=self.linear_beta
-        )
+        out = experts_mlp(latent, ids, weights, e.w1, e.w3, e.w2, activation=self.activation, beta=self.beta, linear_beta=self.linear_beta)
         if self.routed_expert_norm is not None:
             out = self.routed_expert_norm(out)
         if self.routed_expert_up_proj is not None:
