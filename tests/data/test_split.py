@@ -90,3 +90,21 @@ def test_the_digests_tell_what_changed(tmp_path):
     second = survey(open_source(config), config)
     assert second.digest != first.digest
     assert second.train_digest == first.train_digest  # the tokenizer has not seen it
+
+
+def test_the_tokenizer_sees_a_bounded_fixed_part_of_many_training_documents(tmp_path, monkeypatch):
+    root = write_files(tmp_path / "c", 60)
+    (root / "huge.txt").write_text("a table\n" * 5000)
+    config = DataConfig(source=str(root), heldout=0.2)
+    opened = open_source(config)
+    found = survey(opened, config)
+    everything = [d.text for d in found.documents(opened, False)]
+    assert list(found.tokenizer_texts(opened)) == everything
+    monkeypatch.setattr("atoll.data.split.TOKENIZER_BYTES", 4000)
+    monkeypatch.setattr("atoll.data.split.STRETCH", 200)
+    part = list(found.tokenizer_texts(opened))
+    assert part == list(found.tokenizer_texts(opened))
+    assert 2000 < sum(map(len, part)) < 7000
+    assert max(map(len, part)) == 200
+    assert all(any(p in text for text in everything) for p in part)
+    assert len(part) > 10

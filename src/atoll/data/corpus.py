@@ -12,8 +12,18 @@ from atoll.data import documents as docs
 from atoll.data.cache import cache_folder
 from atoll.data.documents import TokenSet
 from atoll.data.sources import Source, open_source
-from atoll.data.split import Survey, survey
-from atoll.data.tokenizer import PATTERN, VERSION, Tokenizer, cached_tokenizer, check_fits, keep_tokenizer, load_tokenizer, special_layout
+from atoll.data.split import STRETCH, TOKENIZER_BYTES, Survey, survey
+from atoll.data.tokenizer import (
+    LONGEST,
+    PATTERN,
+    VERSION,
+    Tokenizer,
+    cached_tokenizer,
+    check_fits,
+    keep_tokenizer,
+    load_tokenizer,
+    special_layout,
+)
 from atoll.data.tokenizer import train_tokenizer as fit
 
 Progress = Callable[[str], None]
@@ -58,7 +68,7 @@ def open_corpus(config: DataConfig, model: ModelConfig, progress: Progress | Non
 
 
 def _trained(source: Source, found: Survey, config: DataConfig, model: ModelConfig, say: Progress) -> Tokenizer:
-    settings = repr((VERSION, PATTERN, model.vocab_size, sorted(special_layout(model).items())))
+    settings = repr((VERSION, PATTERN, LONGEST, TOKENIZER_BYTES, STRETCH, model.vocab_size, sorted(special_layout(model).items())))
     key = hashlib.blake2b(f"{found.train_digest} {settings}".encode(), digest_size=16).hexdigest()
     path = cache_folder(config.cache, "tokenizers") / f"{key}.json"
     if (kept := cached_tokenizer(path)) is not None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from atoll.config import DataConfig, UserError
 from atoll.data.sources import Document, Source, Stats
 
-TOKENIZER_BYTES = 8_000_000  # the tokenizer is trained on about this much of the training split
+TOKENIZER_BYTES = 5_000_000  # the tokenizer is trained on about this much of the training split
+STRETCH = 6000  # of which one document gives so much, so that a table of a megabyte does not fill the vocabulary
 
 
 def unit_hash(key: str, salt: str = "") -> float:
@@ -25,7 +26,7 @@ class Survey:
 
     heldout: list[bool] = field(default_factory=list)  # by document, in reading order
     keep: set[str] | None = None  # files read; None is all
-    train_bytes: int = 0
+    sizes: list[int] = field(default_factory=list)  # bytes, by document, in reading order
     digest: str = ""  # of every name, text and side
     train_digest: str = ""  # of the training texts alone
     heldout_files: list[tuple[str, bytes]] = field(default_factory=list)
@@ -38,28 +39,47 @@ class Survey:
             if side == heldout:
                 yield document
 
+    @property
+    def train_bytes(self) -> int:
+        """Bytes of the training split."""
+        return sum(size for size, side in zip(self.sizes, self.heldout, strict=True) if not side)
+
     def tokenizer_texts(self, source: Source) -> Iterator[str]:
-        """A fixed choice of training documents by hash, about `TOKENIZER_BYTES` in all."""
-        share = TOKENIZER_BYTES / max(1, self.train_bytes)
-        return (d.text for d in self.documents(source, False) if share >= 1 or unit_hash(d.key, "tokenizer:") < share)
+        """A fixed choice, by hash, of stretches of training documents, about `TOKENIZER_BYTES` in all; all of a smaller split."""
+        sizes = [size for size, side in zip(self.sizes, self.heldout, strict=True) if not side]
+        cap = max(STRETCH, TOKENIZER_BYTES // len(sizes)) if sum(sizes) > TOKENIZER_BYTES else max(sizes)
+        share = TOKENIZER_BYTES / sum(min(size, cap) for size in sizes)
+        for document in self.documents(source, False):
+            if share >= 1 or unit_hash(document.key, "tokenizer:") < share:
+                yield _stretch(document, cap)
+
+
+def _stretch(document: Document, cap: int) -> str:
+    """At most `cap` characters from a line's start somewhere in the document."""
+    text = document.text
+    at = int(unit_hash(document.key, "stretch:") * max(0, len(text) - cap))
+    at = text.rfind("\n", 0, at) + 1
+    return text[at : at + cap]
 
 
 def survey(source: Source, config: DataConfig) -> Survey:
     """Read the source once. Raises `UserError` for an empty corpus, or one document, which cannot be on both sides."""
     found = Survey(keep=_chosen_files(source, config))
     hashes: list[float] = []
+    train_bytes = 0
     digests = {side: hashlib.blake2b(digest_size=16) for side in (False, True)}
     for document in source.read(found.keep):
         raw = document.text.encode("utf-8")
         hashes.append(unit_hash(document.key))
         side = hashes[-1] < config.heldout
         found.heldout.append(side)
+        found.sizes.append(len(raw))
         digests[side].update(f"{document.name}\0{len(raw)}\0".encode("utf-8", "surrogatepass") + raw)
         if side:
             found.heldout_files.append((document.name, raw))
         else:
-            found.train_bytes += len(raw)
-        if config.max_bytes is not None and not source.splits_files and found.train_bytes >= config.max_bytes:
+            train_bytes += len(raw)
+        if config.max_bytes is not None and not source.splits_files and train_bytes >= config.max_bytes:
             break
     found.stats = source.stats
     _require_two(found, config)
@@ -103,5 +123,4 @@ def _force(found: Survey, hashes: list[float], source: Source) -> None:
     index = pick(range(len(hashes)), key=hashes.__getitem__)
     found.heldout[index] = not found.heldout[index]
     found.heldout_files = [(d.name, d.text.encode("utf-8")) for d in found.documents(source, True)]
-    found.train_bytes = sum(len(d.text.encode("utf-8")) for d in found.documents(source, False))
     found.forced = next(found.documents(source, found.heldout[index])).name

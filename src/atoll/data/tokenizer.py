@@ -24,15 +24,15 @@ MARKERS = ("end_of_msg", "open", "close", "sep", "media_begin", "media_content",
 SLICE = 1 << 20  # characters encoded at once; a longer text is cut at a line end
 VERSION = 1  # of layout and pre-tokeniser: part of the cache's key
 
-# Pieces a merge never crosses, tried in this order. A word takes one character before it (a space, a dot, an underscore);
-# punctuation takes the line end and the indentation after it, so that ":\n        " can be one token of a program.
+# Pieces a merge never crosses, tried in this order. Within a line merges may cross words ("self.assert", " in the "): at 4,096
+# tokens that is 4.1 bytes a token of Python where pieces of single words give 3.7, and a 4-gram model of equally many tokens
+# needs 2.5 % fewer bits a byte. The bounds keep one endless line from slowing the training.
 PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"  # word
-    r"|\p{N}{1,3}"  # up to three digits
-    r"| ?[^\s\p{L}\p{N}]+(?:\n\s*)?"  # punctuation
-    r"|\s*\n[ \t]*"  # blank lines and the next line's indentation
-    r"|\s+(?!\S)|\s+"  # other space
+    r"\p{N}{1,3}"  # up to three digits
+    r"|\n\s{0,200}"  # a line end, blank lines, and the next line's indentation
+    r"|[^\n\p{N}]{1,200}"  # the rest of a line
 )
+LONGEST = 24  # bytes of a token: no merge learns a whole line by heart
 
 
 class Tokenizer:
@@ -142,7 +142,14 @@ def train_tokenizer(texts: Iterable[str], model: ModelConfig) -> Tokenizer:
     )
     backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=room, initial_alphabet=alphabet, min_frequency=2, show_progress=False, special_tokens=[])
+    trainer = trainers.BpeTrainer(
+        vocab_size=room,
+        initial_alphabet=alphabet,
+        min_frequency=2,
+        max_token_length=LONGEST,
+        show_progress=False,
+        special_tokens=[],
+    )
     backend.train_from_iterator(texts, trainer=trainer)
     return Tokenizer(_laid_out(json.loads(backend.to_str()), special))
 
