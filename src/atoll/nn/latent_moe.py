@@ -30,6 +30,8 @@ class Routing:
 class Router(nn.Module):
     """Sigmoid scores in at least float32, and the bias that selects but never weighs."""
 
+    e_score_correction_bias: Tensor
+
     def __init__(self, dim: int, experts: int, *, device=None, dtype=None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, dim, device=device, dtype=dtype))
