@@ -11,6 +11,7 @@ import torch.utils.deterministic
 
 from atoll.config import Config, TrainConfig, UserError
 from atoll.optim import ModelOptimizer
+from atoll.train.host import keep_freed_memory
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its one setting is hidden from type checkers
 
@@ -43,6 +44,8 @@ def settled(config: TrainConfig) -> Iterator[None]:
     Where an operation has no deterministic form, torch warns once instead of failing; no empty memory is filled, which costs
     time and changes nothing for code that writes before it reads.
     """
+    if device_of(config).type == "cpu":
+        keep_freed_memory()
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = _DETERMINISTIC.fill_uninitialized_memory
