@@ -1,6 +1,6 @@
 """Routed experts on a CPU: batched tiles against a Python loop over experts. Prints one JSON object a case.
 
-python benchmarks/experts_cpu.py [--threads 2] [--repeat 5] [--no-loop] [--tune]
+python benchmarks/experts_cpu.py [--threads 2] [--repeat 5] [--no-loop] [--only N]
 """
 
 from __future__ import annotations

@@ -100,6 +100,22 @@ def test_frozen_inputs_get_no_gradient_and_the_others_the_same():
         torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
 
 
+def test_a_second_backward_pass_gives_the_same():
+    arguments = make(different(60, 4))
+    out = experts_mlp(*arguments)
+    leaves = [a for a in arguments if a.requires_grad]
+    first = torch.autograd.grad(out.square().sum(), leaves, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out.square().sum(), leaves), first, strict=True))
+
+
+def test_without_gradients_the_same_output_and_nothing_kept():
+    arguments = make(different(60, 4))
+    with torch.no_grad():
+        out = experts_mlp(*arguments)
+    assert out.grad_fn is None
+    assert torch.equal(out, experts_mlp(*arguments))
+
+
 def test_only_visited_experts_weights_are_read():
     arguments = make(different(2, 4))
     unvisited = [e for e in range(EXPERTS) if not (arguments[1] == e).any()]

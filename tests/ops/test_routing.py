@@ -63,6 +63,16 @@ def test_equal_scores_choose_the_lowest_experts():
     assert (cutoff == 0.5).all()
 
 
+@pytest.mark.parametrize("levels", [300, 10**6])
+def test_896_experts_against_a_sort_by_hand(levels):
+    scores = torch.randint(0, levels, (60, 896), generator=torch.Generator().manual_seed(levels)) / levels
+    bias = torch.randint(-2, 3, (896,), generator=torch.Generator().manual_seed(1)) / 16
+    ids, _, cutoff = route(scores, bias, 16)
+    expected, edge = by_hand(scores, bias, 16)
+    assert torch.equal(ids, expected)
+    assert torch.equal(cutoff, edge)
+
+
 def test_bias_chooses_but_does_not_weigh():
     scores = torch.tensor([[0.9, 0.8, 0.1, 0.2]], dtype=torch.float64, requires_grad=True)
     ids, weights, cutoff = route(scores, torch.tensor([0.0, -1.0, 1.0, 0.0]), 2)

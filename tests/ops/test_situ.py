@@ -50,3 +50,14 @@ def test_refuses_unlike_inputs():
         situ_glu(torch.zeros(3), torch.zeros(4))
     with pytest.raises(ValueError, match="one shape and dtype"):
         swiglu(torch.zeros(3), torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("activation", [situ_glu, swiglu])
+def test_bitwise_causal(activation):
+    """Elementwise, yet vectorised: rows before t keep their bits when rows from t on change."""
+    gate, up = torch.randn(2, 301, 600, generator=torch.Generator().manual_seed(0)) * 5
+    out = activation(gate, up)
+    for t in (1, 150, 300):
+        later = activation(torch.cat([gate[:t], 1 - gate[t:]]), torch.cat([up[:t], 2 * up[t:]]))
+        assert torch.equal(later[:t], out[:t])
+        assert not torch.equal(later[t:], out[t:])

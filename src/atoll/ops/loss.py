@@ -11,17 +11,18 @@ from torch.autograd.function import once_differentiable
 
 from atoll.ops.situ import wide
 
-_CACHED = 2**21  # logits of a CPU chunk at most, so that the passes over them stay in cache
+_CACHED = 2**22  # logits of a CPU chunk at most, so that the passes over them stay in cache
 
 
 def _chunks(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(rows, hidden [n, D] widened, logits [n, V], labels [n]) of each run of rows."""
+    """(rows, hidden [n, D] widened, logits [n, V], labels [n]) of each run of rows. All logits share one buffer."""
     if hidden.device.type == "cpu":
         chunk = max(1, min(chunk, _CACHED // weight.shape[0]))
+    buffer = weight.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
     for start in range(0, hidden.shape[0], chunk):
         rows = slice(start, min(start + chunk, hidden.shape[0]))
         h = hidden[rows].to(weight.dtype)
-        yield rows, h, h @ weight.T, labels[rows]
+        yield rows, h, torch.mm(h, weight.T, out=buffer[: h.shape[0]]), labels[rows]
 
 
 class _CrossEntropy(torch.autograd.Function):

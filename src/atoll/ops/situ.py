@@ -30,38 +30,34 @@ def _tanh(x: Tensor, inner: float, outer: float, out: Tensor, spare: Tensor) -> 
     return e.div_(torch.add(e.new_full((), 2.0 / outer), e, alpha=1.0 / outer, out=spare))
 
 
-def _sigmoid(x: Tensor, out: Tensor) -> Tensor:
-    return torch.sigmoid(x, out=out)
-
-
 def glu_forward(gate: Tensor, up: Tensor, betas: Betas, out: Tensor, up_out: Tensor, spare: Tensor) -> Tensor:
     """The activation into `out`; `up_out` (may be `up`) and `spare` are overwritten."""
     if betas is None:
-        return _sigmoid(gate, out).mul_(gate).mul_(up)
+        return torch.sigmoid(gate, out=out).mul_(gate).mul_(up)
     beta, linear = betas
-    _tanh(gate, beta, beta if linear is None else beta * linear, out, spare).mul_(_sigmoid(gate, spare))
+    _tanh(gate, beta, beta if linear is None else beta * linear, out, spare).mul_(torch.sigmoid(gate, out=spare))
     return out.mul_(up if linear is None else _tanh(up, linear, 1.0, up_out, spare))
 
 
 def glu_backward(
-    gate: Tensor, up: Tensor, betas: Betas, buffers: tuple[Tensor, Tensor, Tensor]
+    gate: Tensor, up: Tensor, betas: Betas, buffers: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, float, float]:
-    """(h, a, b, hc, gc): the value is hc * h, and its derivatives to gate and up are gc * a and gc * b. Overwrites gate and up.
+    """(h, a, b, hc, ac): the value is hc * h, its derivatives to gate and up are ac * a and ac * b; all live in `buffers`.
 
     With t = tanh(gate/beta), s = sigmoid(gate), g = t s, u = linear/beta tanh(up/linear): the value is beta² g u, the derivatives
     beta u (s + g (beta - beta s - t)) and beta g (1 - (beta/linear)² u²). The constants are left to the caller, who has cheaper
     places to multiply them in.
     """
-    s, g, h = buffers
-    _sigmoid(gate, s)
+    s, g, h, t, u = buffers
+    torch.sigmoid(gate, out=s)
     if betas is None:  # value up gate s, derivatives up (s + gate s (1 - s)) and gate s
         torch.mul(gate, s, out=g)
         torch.mul(g, up, out=h)
-        torch.addcmul(s, g, s.sub(1.0), value=-1.0, out=gate)
-        return h, gate.mul_(up), g, 1.0, 1.0
+        torch.sub(s, 1.0, out=t)
+        return h, torch.addcmul(s, g, t, value=-1.0, out=s).mul_(up), g, 1.0, 1.0
     beta, linear = betas
-    t = _tanh(gate, beta, 1.0, gate, h)
-    u = up.div_(beta) if linear is None else _tanh(up, linear, linear / beta, up, h)
+    _tanh(gate, beta, 1.0, t, h)
+    torch.div(up, beta, out=u) if linear is None else _tanh(up, linear, linear / beta, u, h)
     torch.mul(t, s, out=g)
     torch.mul(g, u, out=h)
     torch.add(t, s, alpha=beta, out=t).sub_(beta)
@@ -101,12 +97,12 @@ class _Glu(torch.autograd.Function):
         scratch: tuple[Tensor, ...] = ()
         for a, b, grad, da, db in _pieces(gate, up, grads[0].contiguous(), d_gate, d_up):
             if not scratch or scratch[0].numel() != a.numel():
-                scratch = tuple(torch.empty_like(a, dtype=dtype) for _ in range(6))
-            x, y, z, *buffers = scratch
-            _, to_gate, to_up, _, scale = glu_backward(x.copy_(a), y.copy_(b), ctx.betas, (buffers[0], buffers[1], buffers[2]))
-            torch.mul(grad, scale, out=z)
-            da.copy_(to_gate.mul_(z))
-            db.copy_(to_up.mul_(z))
+                scratch = tuple(torch.empty_like(a, dtype=dtype) for _ in range(5))
+            s, g, h, t, u = scratch
+            _, to_gate, to_up, _, scale = glu_backward(a.to(dtype), b.to(dtype), ctx.betas, (s, g, h, t, u))
+            torch.mul(grad, scale, out=h)
+            da.copy_(to_gate.mul_(h))
+            db.copy_(to_up.mul_(h))
         return d_gate, d_up, None
 
 

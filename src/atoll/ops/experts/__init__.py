@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from atoll.ops.experts.grouped import Grouped
@@ -38,7 +39,8 @@ def experts_mlp(
     x [T, L]; ids int64 [T, k], the experts of a token all different; weights [T, k], any float dtype; w1, w3 [E, I, L] (gate, up);
     w2 [E, L, I] -> [T, L] in x.dtype. activation: "situ" (caps beta, linear_beta) or "silu". The activation runs in at least float32;
     an expert's output is rounded to x.dtype, then weighted and summed in at least float32, in the order of ids[t]. Gradients to x,
-    weights, w1, w3, w2, once. Only visited experts' weights are read.
+    weights, w1, w3, w2, once; for them two numbers of x.dtype an assignment and inner channel are kept. Only visited experts' weights
+    are read.
     Same inputs, same bits, at any one number of threads. With the ids of all tokens unchanged, a token's output does not depend,
     bit for bit, on other tokens' x or weights; when other tokens change experts, the sizes of the matmuls change and may move its last bit.
     Source: Kimi K3 report, arXiv 2607.24653, eq. 11; LatentMoE, arXiv 2601.18089. Raises ValueError on shapes, dtypes or ids out of range.
@@ -47,4 +49,5 @@ def experts_mlp(
     if activation not in ("situ", "silu"):
         raise ValueError(f'activation = {activation!r} must be "situ" or "silu"')
     betas = (beta, linear_beta) if activation == "situ" else None
-    return Grouped.apply(x, ids, weights, w1, w3, w2, betas)  # type: ignore[no-any-return]
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, w1, w3, w2))
+    return Grouped.apply(x, ids, weights, w1, w3, w2, betas, keep)  # type: ignore[no-any-return]

@@ -73,10 +73,10 @@ class QuantileHistogram:
         offsets = torch.arange(self.experts, device=scores.device, dtype=torch.int32) * self.bins
         low, width = self.low.to(dtype), self.width.to(dtype)
         flat = self.counts.view(-1)
-        for part, edge in zip(scores.split(512), cutoff.split(512), strict=True):  # parts that stay in cache
-            bin_ = (edge[:, None] - part).to(dtype).sub_(low).div_(width).to(torch.int32)
+        for part, edge in zip(scores.split(2048), cutoff.split(2048), strict=True):  # bounds the memory
+            bin_ = (edge[:, None] - part).to(dtype).sub_(low).div_(width).int()
             bin_ = bin_.clamp_(0, self.bins - 1).add_(offsets)
-            flat += torch.bincount(bin_.view(-1), minlength=flat.numel())
+            flat.add_(torch.bincount(bin_.view(-1), minlength=flat.numel()))
 
     def reduce(self, over: Callable[[Tensor], Any] | Any) -> None:
         """Sum the counts over ranks: a process group (one integer all-reduce), or a callable that changes them or returns new ones."""

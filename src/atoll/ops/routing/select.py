@@ -10,6 +10,21 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+_COLUMNS = 128  # of the two-stage selection; the fastest on a CPU at 896 experts
+
+
+def _top(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """`torch.topk`, sorted. On a CPU in two stages where that halves the time: among many columns' maxima, then in the n best columns."""
+    rows, experts = values.shape
+    if values.device.type != "cpu" or experts % _COLUMNS or experts < 4 * n or n > _COLUMNS // 4:
+        return values.topk(n, dim=-1)
+    # The n largest lie in the n columns with the largest maxima: a value outside is no larger than n maxima.
+    columns = values.view(rows, -1, _COLUMNS)
+    best = columns.amax(1).topk(n, dim=-1, sorted=False).indices
+    top, place = columns.gather(2, best[:, None].expand(-1, columns.shape[1], -1)).view(rows, -1).topk(n, dim=-1)
+    return top, place.div(n, rounding_mode="floor").mul_(_COLUMNS).add_(best.gather(1, place % n))
+
+
 def top_by_index(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest of each row [T, E], descending, equal values in order of their index: the same answer on every device and run.
 
@@ -17,7 +32,7 @@ def top_by_index(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
     matter; only such rows are sorted in full.
     """
     asked = min(n + 1, values.shape[-1])
-    top, ids = values.topk(asked, dim=-1)
+    top, ids = _top(values, asked)
     tied = (top[:, 1:] == top[:, :-1]).any(-1).nonzero().squeeze(-1)
     if tied.numel():
         full, order = values.index_select(0, tied).sort(dim=-1, descending=True, stable=True)
