@@ -60,7 +60,7 @@ def rule(name: str, parameter: Tensor, model: ModelConfig, experts: Literal["muo
     if ".experts." in name and parameter.dim() == 3:
         return Rule(experts, True, why="one block an expert" if experts == "muon" else "routed experts")
     blocks = _head_blocks(leaf, name, model)
-    return Rule("muon", True, blocks, "one block a head" if blocks.rows else "whole matrix")
+    return Rule("muon", True, blocks, why="one block a head" if blocks.rows else "whole matrix")
 
 
 def _head_blocks(leaf: str, name: str, model: ModelConfig) -> Blocks:
