@@ -77,9 +77,9 @@ class Bag(nn.Module):
 def test_every_parameter_is_in_exactly_one_group(experts) -> None:
     bag = Bag()
     optimizer = ModelOptimizer(bag, OptimConfig(experts=experts), MODEL)
-    held = [id(p) for part, _, _ in optimizer.parts.values() for group in part.param_groups for p in group["params"]]
+    held = [id(p) for part, _ in optimizer.parts.values() for group in part.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in bag.parameters())
-    for part, names, _ in optimizer.parts.values():  # names and parameters are kept in one order
+    for part, names in optimizer.parts.values():  # names and parameters are kept in one order
         by_name = dict(bag.named_parameters())
         assert [id(by_name[n]) for n in names] == [id(p) for group in part.param_groups for p in group["params"]]
 
@@ -126,3 +126,18 @@ def test_describe_names_every_kind_of_parameter_once() -> None:
     assert sum("q_proj" in line for line in table) == 1
     assert len(table) == len({line.split()[0] for line in table})
     assert sum(int(line.split()[2].replace(",", "")) for line in table) == sum(p.numel() for p in Bag().parameters())
+
+
+def test_the_router_learns_at_a_tenth_of_the_rate() -> None:
+    bag, config = Bag(), OptimConfig()
+    optimizer = ModelOptimizer(bag, config, MODEL)
+    before = {n: p.detach().clone() for n, p in bag.named_parameters()}
+    for p in bag.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step(0.5)
+    after = dict(bag.named_parameters())
+    for name, rate in (("block_sparse_moe.gate.weight", 0.1), ("lm_head.weight", 1.0)):
+        whole = next(n for n in before if n.endswith(name))
+        lr = 0.5 * config.adam_lr * rate
+        expected = before[whole] * (1 - lr * config.weight_decay) - lr  # AdamW's first step is the sign of the gradient
+        torch.testing.assert_close(after[whole].detach(), expected, atol=1e-6, rtol=1e-5)

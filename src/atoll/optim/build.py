@@ -42,23 +42,24 @@ class ModelOptimizer:
         self.config, self.model = config, model
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.rules = rules(named.items(), shapes, config.experts)
+        self.parts: dict[str, tuple[MasterOptimizer, list[str]]] = {}
         muon = [n for n, r in self.rules.items() if r.kind == "muon"]
-        decayed = [n for n, r in self.rules.items() if r.kind == "adamw" and r.decay]
-        free = [n for n, r in self.rules.items() if r.kind == "adamw" and not r.decay]
-        self.parts: dict[str, tuple[MasterOptimizer, list[str], float]] = {}
         if muon:
-            group = {"params": [named[n] for n in muon], "blocks": [self.rules[n].blocks for n in muon]}
+            group = {"params": [named[n] for n in muon], "blocks": [self.rules[n].blocks for n in muon], "peak": config.lr}
             rule = Muon([group], config.lr, config.weight_decay, config.momentum, config.nesterov, ns_dtype=ns_dtype)
-            self.parts["muon"] = (rule, muon, config.lr)
-        if decayed or free:
+            self.parts["muon"] = (rule, muon)
+        by_kind: dict[tuple[bool, float], list[str]] = {}
+        for name, r in self.rules.items():
+            if r.kind == "adamw":
+                by_kind.setdefault((r.decay, r.rate), []).append(name)
+        if by_kind:
             groups = [
-                {"params": [named[n] for n in names], "weight_decay": decay}
-                for names, decay in ((decayed, config.weight_decay), (free, 0.0))
-                if names
+                {"params": [named[n] for n in names], "weight_decay": config.weight_decay * decay, "peak": config.adam_lr * rate}
+                for (decay, rate), names in by_kind.items()
             ]
             adam = AdamW(groups, lr=config.adam_lr, betas=config.betas, eps=config.eps)
-            self.parts["adamw"] = (adam, decayed + free, config.adam_lr)
-        self.masters = {p: m for part, _, _ in self.parts.values() for p, m in part.pairs}
+            self.parts["adamw"] = (adam, [n for names in by_kind.values() for n in names])
+        self.masters = {p: m for part, _ in self.parts.values() for p, m in part.pairs}
         self._clipped: list[Any] = [m for m in model.modules() if hasattr(m, "track_max_logit")] if config.qk_clip else []
         for layer in self._clipped:
             layer.track_max_logit = True
@@ -72,10 +73,10 @@ class ModelOptimizer:
 
     def step(self, share: float, skip: Tensor | None = None) -> None:
         """One update at `share` of the peak learning rates. `skip`: a float32 scalar of 0 or 1; 1 changes nothing at all."""
-        for part, _, peak in self.parts.values():
+        for part, _ in self.parts.values():
             part.found_inf = skip  # pyright: ignore[reportAttributeAccessIssue]
             for group in part.param_groups:
-                group["lr"] = peak * share
+                group["lr"] = group["peak"] * share
             part.step()
         for layer in self._clipped:
             assert self.config.qk_clip is not None
@@ -84,13 +85,13 @@ class ModelOptimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for part, _, _ in self.parts.values():
+        for part, _ in self.parts.values():
             part.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor by name, live: `muon.momentum.NAME`, `adamw.exp_avg.NAME`, `master.NAME` and so on."""
         tensors: dict[str, Tensor] = {}
-        for kind, (part, names, _) in self.parts.items():
+        for kind, (part, names) in self.parts.items():
             held = [p for group in part.param_groups for p in group["params"]]
             owners = {id(master) for _, master in part.pairs}
             for name, p in zip(names, held, strict=True):

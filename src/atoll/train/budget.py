@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
 
 MARGIN = 0.04  # share of the budget kept free
-TIMING = 0.03  # share of the budget spent on timing steps
-TIMED_STEPS = 3  # at least, in each stage
-REPORT_SECONDS = 20.0  # plots and page, on a slow core
+TIMING = 0.02  # share of the budget spent on timing steps
+TIMED_STEPS = 2  # at least, in each stage
+REPORT_SECONDS = 12.0  # plots and page, on a slow core
 LEAST_STEPS = 10
 
 

@@ -39,7 +39,7 @@ def dtype_of(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def settled(config: TrainConfig) -> Iterator[None]:
-    """Threads and deterministic algorithms for a run; what was before comes back at the end.
+    """Threads, memory and deterministic algorithms for a run; what was before comes back at the end, the allocator's habit aside.
 
     Where an operation has no deterministic form, torch warns once instead of failing; no empty memory is filled, which costs
     time and changes nothing for code that writes before it reads.
@@ -49,6 +49,8 @@ def settled(config: TrainConfig) -> Iterator[None]:
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = _DETERMINISTIC.fill_uninitialized_memory
+    if device_of(config).type == "cpu":
+        keep_freed_memory()
     try:
         torch.set_num_threads(config.threads or threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
