@@ -402,9 +402,11 @@ def validate_model(m: ModelConfig) -> None:
     if m.num_experts_per_token >= m.num_experts:
         _refuse("model.num_experts_per_token", m.num_experts_per_token, f"must be below num_experts = {m.num_experts}")
     if m.num_experts_per_token == 1 and m.moe_renormalize:
-        _refuse("model.num_experts_per_token", 1, "with renormalised weights the router gets no gradient; take 2 or moe_renormalize = false")
+        _refuse(
+            "model.num_experts_per_token", 1, "with renormalised weights the router gets no gradient; take 2 or moe_renormalize = false"
+        )
     if m.gate_lower_bound is not None and not -5.0 <= m.gate_lower_bound < 0:
-        _refuse("model.gate_lower_bound", m.gate_lower_bound, "must lie in [-5, 0), or \"none\" for the unbounded gate")
+        _refuse("model.gate_lower_bound", m.gate_lower_bound, 'must lie in [-5, 0), or "none" for the unbounded gate')
     if m.short_conv_kernel_size < 2:
         _refuse("model.short_conv_kernel_size", m.short_conv_kernel_size, "2 taps or more are expected")
     if m.num_shared_experts < 0 or m.first_k_dense_replace < 0:

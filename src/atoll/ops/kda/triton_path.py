@@ -18,20 +18,23 @@ from torch.autograd.function import once_differentiable
 from atoll.ops.kda import triton_kernels as kernels
 from atoll.ops.kda.tiles import anchor
 
-WIDTHS = (16, 32, 64, 128, 256)
+KEY_WIDTHS = (16, 32, 64, 128)
+VALUE_WIDTHS = (16, 32, 64, 128, 256)
 
 
 class Config(NamedTuple):
     """Fixed launch settings: value columns a program, warps and pipeline stages of each kernel."""
 
+    prepare_channels: int = 64
     prepare_warps: int = 8
     prepare_stages: int = 1
     scan_columns: int = 64
     scan_warps: int = 4
-    scan_stages: int = 2
+    scan_stages: int = 1
     back_columns: int = 64
     back_warps: int = 4
-    back_stages: int = 2
+    back_stages: int = 1
+    gradient_channels: int = 64
     gradient_columns: int = 64
     gradient_warps: int = 8
     gradient_stages: int = 1
@@ -63,12 +66,12 @@ def chunk_table(boundaries: tuple[int, ...], device: torch.device) -> Table:
     return Table(*moved, document.numel(), numbers.numel())
 
 
-def supported(q: Tensor, v: Tensor, lower_bound: float | None, dtypes: tuple[torch.dtype, ...]) -> str:
-    """Empty when the kernels take this call, else the reason they do not."""
+def refusal(q: Tensor, v: Tensor, lower_bound: float | None, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Why the kernels do not take this call; empty when they do."""
     if lower_bound is None or not -5.9 <= lower_bound < 0:
         return f"lower_bound = {lower_bound} is outside [-5.9, 0)"
-    if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
-        return f"K, V = {q.shape[-1]}, {v.shape[-1]} are not both among {WIDTHS}"
+    if q.shape[-1] not in KEY_WIDTHS or v.shape[-1] not in VALUE_WIDTHS:
+        return f"K, V = {q.shape[-1]}, {v.shape[-1]} are not among {KEY_WIDTHS} and {VALUE_WIDTHS}"
     if any(d not in (torch.bfloat16, torch.float32) for d in dtypes):
         return "an input is neither bfloat16 nor float32"
     return ""
@@ -95,7 +98,11 @@ def _call(q: Tensor, v: Tensor, table: Table, scale: float, lower_bound: float, 
     dot = tl.float32 if wide else tl.bfloat16
     key_dot = tl.float32 if wide or config.key_precision != "bf16" else tl.bfloat16
     if wide:
-        config = config._replace(inverse_precision="tf32x3")
+        # float32 operands take twice the room
+        config = config._replace(
+            inverse_precision="tf32x3", prepare_channels=32, scan_columns=32, scan_warps=4, scan_stages=1, back_columns=32, back_warps=4, back_stages=1,
+            gradient_columns=32, gradient_warps=8,
+        )  # fmt: skip
     store = torch.float32 if wide else torch.bfloat16
     return _Call(table, q.shape[2], q.shape[3], v.shape[3], scale, lower_bound, dot, store, "tf32x3" if wide else "tf32", key_dot, config)
 
@@ -117,7 +124,7 @@ def _prepare(inputs: tuple[Tensor, ...], call: _Call) -> _Prepared:
     out = _Prepared(*wide, q.new_empty(places, call.width, dtype=torch.float32), *square)
     kernels.prepare_kernel[(places,)](
         q, k, g, beta, A_log, dt_bias, call.table.starts, call.table.counts, *out, call.scale, call.lower_bound, call.heads,
-        K=call.width, ANCHOR=anchor(call.lower_bound), DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision,
+        K=call.width, C=min(call.config.prepare_channels, call.width), ANCHOR=anchor(call.lower_bound), DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision,
         INVERSE=call.config.inverse_precision, num_warps=call.config.prepare_warps, num_stages=call.config.prepare_stages,
     )  # fmt: skip
     return out
@@ -166,10 +173,11 @@ def _gradients(
     table, config = call.table, call.config
     places = table.chunks * call.heads
     dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
+    squares = [q.new_empty(places, kernels.TOKENS, kernels.TOKENS, dtype=call.store) for _ in range(2)]
     dbias, drate = (q.new_empty(table.chunks, call.heads, call.width, dtype=torch.float32) for _ in range(2))
     kernels.gradient_kernel[(places,)](
-        q, k, g, beta, A_log, dt_bias, table.starts, table.counts, entering, leaving, updates, do, dv, dq, dk, dg, dbias, drate,
-        call.scale, call.lower_bound, call.heads, K=call.width, V=call.value, BV=min(config.gradient_columns, call.value),
+        q, k, g, beta, A_log, dt_bias, table.starts, table.counts, entering, leaving, updates, do, dv, *squares, dq, dk, dg, dbias, drate,
+        call.scale, call.lower_bound, call.heads, K=call.width, C=min(config.gradient_channels, call.width), V=call.value, BV=min(config.gradient_columns, call.value),
         ANCHOR=anchor(call.lower_bound), DOT=call.dot, PRECISION=call.precision,
         num_warps=config.gradient_warps, num_stages=config.gradient_stages,
     )  # fmt: skip
@@ -204,7 +212,21 @@ class _TritonKDA(torch.autograd.Function):
         dv, leaving, dbeta = _scan_back(made, beta, updates, do, dfinal, dstate, call)
         del made
         dq, dk, dg, dA, dbias = _gradients(inputs, entering, leaving, updates, do, dv, call)
-        return None, None, None, None, None if dstate is None else dstate.to(state.dtype), None, dq, dk, dv, dg, dbeta.to(beta.dtype), dA, dbias
+        return (
+            None,
+            None,
+            None,
+            None,
+            None if dstate is None else dstate.to(state.dtype),
+            None,
+            dq,
+            dk,
+            dv,
+            dg,
+            dbeta.to(beta.dtype),
+            dA,
+            dbias,
+        )
 
 
 def kda_triton(
