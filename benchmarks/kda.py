@@ -248,7 +248,8 @@ def main() -> None:
     parser.add_argument("--config", default="")
     options = parser.parse_args()
     if options.parts == "compile":
-        return compile_one(parse(options.variants))
+        compile_one(parse(options.variants))
+        return
     config, variants, parts = parse(options.config), [x.strip() for x in options.variants.split(";")], options.parts.split(",")
     report: dict[str, object] = {
         "device": torch.cuda.get_device_name(),

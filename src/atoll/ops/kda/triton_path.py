@@ -10,7 +10,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -100,8 +99,9 @@ def _call(q: Tensor, v: Tensor, table: Table, scale: float, lower_bound: float, 
     if wide:
         # float32 operands take twice the room
         config = config._replace(
-            inverse_precision="tf32x3", prepare_channels=32, scan_columns=32, scan_warps=4, scan_stages=1, back_columns=32, back_warps=4, back_stages=1,
-            gradient_columns=32, gradient_warps=8,
+            inverse_precision="tf32x3", prepare_channels=min(config.prepare_channels, 32), gradient_columns=min(config.gradient_columns, 32),
+            scan_columns=min(config.scan_columns, 32), scan_warps=4, scan_stages=1,
+            back_columns=min(config.back_columns, 32), back_warps=4, back_stages=1,
         )  # fmt: skip
     store = torch.float32 if wide else torch.bfloat16
     return _Call(table, q.shape[2], q.shape[3], v.shape[3], scale, lower_bound, dot, store, "tf32x3" if wide else "tf32", key_dot, config)
@@ -124,8 +124,9 @@ def _prepare(inputs: tuple[Tensor, ...], call: _Call) -> _Prepared:
     out = _Prepared(*wide, q.new_empty(places, call.width, dtype=torch.float32), *square)
     kernels.prepare_kernel[(places,)](
         q, k, g, beta, A_log, dt_bias, call.table.starts, call.table.counts, *out, call.scale, call.lower_bound, call.heads,
-        K=call.width, C=min(call.config.prepare_channels, call.width), ANCHOR=anchor(call.lower_bound), DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision,
-        INVERSE=call.config.inverse_precision, num_warps=call.config.prepare_warps, num_stages=call.config.prepare_stages,
+        K=call.width, C=min(call.config.prepare_channels, call.width), ANCHOR=anchor(call.lower_bound),
+        DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision, INVERSE=call.config.inverse_precision,
+        num_warps=call.config.prepare_warps, num_stages=call.config.prepare_stages,
     )  # fmt: skip
     return out
 
