@@ -188,13 +188,14 @@ def kernel_times(config: path.Config, shape: tuple[int, ...] = FULL) -> dict[str
     o, do = torch.empty_like(v), torch.randn_like(v)
     made = path._prepare(tuple(tensors), call)
     entering, updates = path._scan(made, v, beta, None, call, None, None, True)
-    dv, leaving, _ = path._scan_back(made, beta, updates, do, None, None, call)
+    path._scan(made, v, beta, None, call, o, None, False)
+    dv, leaving, sums = path._scan_back(made, v, o, beta, updates, do, None, None, call)
     return {
         "prepare": bench(lambda: path._prepare(tuple(tensors), call), 40),
         "scan": bench(lambda: path._scan(made, v, beta, None, call, o, None, False), 40),
         "scan_keep": bench(lambda: path._scan(made, v, beta, None, call, None, None, True), 40),
-        "scan_back": bench(lambda: path._scan_back(made, beta, updates, do, None, None, call), 40),
-        "gradient": bench(lambda: path._gradients(tuple(tensors), entering, leaving, updates, do, dv, call), 40),
+        "scan_back": bench(lambda: path._scan_back(made, v, o, beta, updates, do, None, None, call), 40),
+        "gradient": bench(lambda: path._gradients(tuple(tensors), entering, leaving, updates, do, dv, sums, call), 40),
     }
 
 

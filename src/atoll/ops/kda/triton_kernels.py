@@ -79,19 +79,15 @@ def _after(total):
 
 
 @triton.jit
-def _row_factor(inside, total, J, C: tl.constexpr, ANCHOR: tl.constexpr):
-    """exp(G) * anchor of the 64 rows, G from the start of tile J; below one in tiles before J, whose entries are masked later."""
-    return tl.exp2(tl.reshape(inside + _before(total, J)[:, None, :], [64, C])) * ANCHOR
+def _spread(x, factor, C: tl.constexpr):
+    """x [64, C] times a factor a tile, [4, C]."""
+    return tl.reshape(tl.reshape(x, [4, 16, C]) * factor[:, None, :], [64, C])
 
 
 @triton.jit
-def _column_factor(
-    k, g, norm, start, first, count, h, H, A_log, dt_bias, decay, K: tl.constexpr, C0: tl.constexpr, C: tl.constexpr, ANCHOR: tl.constexpr
-):
-    """Unit keys of the 16 tokens of a column block, and exp(-G) / anchor, G from the block's start."""
-    key = _rows(k, start, first, count, h, H, K, 16, C0, C).to(tl.float32)
-    gate = _gate(_rows(g, start, first, count, h, H, K, 16, C0, C), first, count, h, A_log, dt_bias, K, 16, C0, C)
-    return key * norm, tl.exp2(-decay * tl.cumsum(gate, 0)) * (1.0 / ANCHOR)
+def _tile_only(x, J, C: tl.constexpr):
+    """x [64, C] with every tile but J zeroed."""
+    return tl.where((tl.arange(0, 64) // 16 == J)[:, None], x, 0.0)
 
 
 @triton.jit
@@ -124,32 +120,11 @@ def _load(pointer, place, first, M: tl.constexpr, N: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def _insert_columns(acc, x, J):
-    """acc [64, 64] with x [64, 16] added to columns 16J … 16J+15."""
-    tile = tl.arange(0, 4)[None, :, None]
-    return acc + tl.reshape(tl.where(tile == J, x[:, None, :], 0.0), [64, 64])
-
-
-@triton.jit
-def _insert_rows(acc, x, J, C: tl.constexpr):
-    """acc [64, C] with x [16, C] added to rows 16J … 16J+15."""
-    tile = tl.arange(0, 4)[:, None, None]
-    return acc + tl.reshape(tl.where(tile == J, x[None, :, :], 0.0), [64, C])
-
-
-@triton.jit
-def _load_transposed(pointer, place, column):
-    """Columns column … column+15 of a [64, 64] matrix, as [16, 64]."""
-    return tl.load(pointer + place.to(tl.int64) * 4096 + tl.arange(0, 64)[None, :] * 64 + (column + tl.arange(0, 16))[:, None])
-
-
-@triton.jit
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, starts, counts, query, key, tail, decay_end, inverse, scores, scale, lower_bound, H,
+    q, k, g, beta, A_log, dt_bias, starts, counts, query, key, tail, decay_end, inner, scores, scale, lower_bound, H,
     K: tl.constexpr, C: tl.constexpr, ANCHOR: tl.constexpr, DOT: tl.constexpr, KEYDOT: tl.constexpr, PRECISION: tl.constexpr,
-    INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head): decayed queries, keys and tails, (I + A)^-1 and Aqk; C channels at once. Heads fastest, so neighbours share lines."""
+    """One (chunk, head): decayed queries, keys and tails, A and Aqk; C channels at once. Heads fastest, so neighbours share lines."""
     place = tl.program_id(0)
     chunk, h = place // H, place % H
     start = tl.load(starts + chunk).to(tl.int64)
@@ -159,32 +134,39 @@ def prepare_kernel(
     norm_k = _norms(k, start, 0, count, h, H, K, 64, C)
     aqk = tl.zeros([64, 64], tl.float32)
     akk = tl.zeros([64, 64], tl.float32)
-    for c in tl.static_range(0, K, C):
+    for c in range(0, K, C):
         gate = _gate(_rows(g, start, 0, count, h, H, K, 64, c, C), 0, count, h, A_log, dt_bias, K, 64, c, C)
         tiles = tl.reshape(gate * decay, [4, 16, C])
         inside = tl.cumsum(tiles, 1)
         total = tl.sum(tiles, 1)
-        unit_q = _rows(q, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_q
+        up = tl.exp2(tl.reshape(inside, [64, C]))
+        unit_q = _rows(q, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_q * up
         unit_k = _rows(k, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_k
-        factor = tl.exp2(tl.reshape(inside + _before(total, 0)[:, None, :], [64, C]))
-        _store(query, unit_q * factor * scale, place, 64, K, c, C)
-        _store(key, unit_k * factor, place, 64, K, c, C)
         factor = tl.exp2(tl.reshape(total[:, None, :] - inside + _after(total)[:, None, :], [64, C]))
         _store(tail, unit_k * factor, place, 64, K, c, C)
+        column = unit_k / up * (1.0 / ANCHOR)
+        unit_k = unit_k * up
+        factor = tl.exp2(_before(total, 0))
+        _store(query, _spread(unit_q, factor, C) * scale, place, 64, K, c, C)
+        _store(key, _spread(unit_k, factor, C), place, 64, K, c, C)
         tl.store(decay_end + place.to(tl.int64) * K + c + tl.arange(0, C), tl.exp2(tl.sum(total, 0)))
         for J in range(4):
-            up = _row_factor(inside, total, J, C, ANCHOR)
-            norm = _norms(k, start, J * 16, count, h, H, K, 16, C)
-            unit, down = _column_factor(k, g, norm, start, J * 16, count, h, H, A_log, dt_bias, decay, K, c, C, ANCHOR)
-            column = tl.trans(unit * down)
-            aqk = _insert_columns(aqk, _mm(unit_q * up, column, DOT, PRECISION), J)
-            akk = _insert_columns(akk, _mm(unit_k * up, column, KEYDOT, PRECISION), J)
+            factor = tl.exp2(_before(total, J)) * ANCHOR
+            one = tl.trans(_tile_only(column, J, C))
+            aqk = _mma(_spread(unit_q, factor, C), one, aqk, DOT, PRECISION)
+            akk = _mma(_spread(unit_k, factor, C), one, akk, KEYDOT, PRECISION)
     row = tl.arange(0, 64)
     strength = tl.sigmoid(tl.load(beta + (start + row) * H + h, mask=row < count, other=0.0).to(tl.float32))
     strength = tl.where(row < count, strength, 0.0)
     _store(scores, tl.where(row[:, None] >= row[None, :], aqk * scale, 0.0), place, 64, 64, 0, 64)
-    akk = tl.where(row[:, None] > row[None, :], akk * strength[:, None], 0.0)
-    _store(inverse, _inverse(akk, 64, INVERSE), place, 64, 64, 0, 64)
+    _store(inner, tl.where(row[:, None] > row[None, :], akk * strength[:, None], 0.0), place, 64, 64, 0, 64)
+
+
+@triton.jit
+def inverse_kernel(inner, inverse, PRECISION: tl.constexpr):
+    """(I + A)^-1 of one (chunk, head)."""
+    place = tl.program_id(0)
+    _store(inverse, _inverse(_load(inner, place, 0, 64, 64, 64, 0, 64), 64, PRECISION), place, 64, 64, 0, 64)
 
 
 @triton.jit
@@ -231,11 +213,12 @@ def scan_kernel(
 
 @triton.jit
 def scan_back_kernel(
-    query, key, tail, decay_end, inverse, scores, beta, starts, counts, first_chunk, updates, do, dfinal, dinitial, dv, leaving, dbeta, H, BLOCKS,
+    query, key, tail, decay_end, inverse, scores, beta, starts, counts, first_chunk, updates, v, o, do, dfinal, dinitial, dv, leaving, dlogit, along_q, along_k, H, BLOCKS,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     HAS_DFINAL: tl.constexpr, STORE_DINITIAL: tl.constexpr,
 ):  # fmt: skip
-    """The reverse scan of one (document, head, BV columns): dv, gradients of the leaving states, and this block's share of beta's."""
+    """The reverse scan of one (document, head, BV columns): dv, gradients of the leaving states, and this block's share of three sums a
+    token: the gradient of beta's logit, <q, dq> and <k, dk> of the unit vectors."""
     block, h, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     col = block * BV + tl.arange(0, BV)
     row = tl.arange(0, 64)
@@ -263,9 +246,15 @@ def scan_back_kernel(
         dx = _mma(_load(tail, place, 0, 64, K, 64, 0, K), held, dx, DOT, PRECISION)
         delta = _mm(tl.trans(_load(inverse, place, 0, 64, 64, 64, 0, 64)), dx, DOT, PRECISION)
         x = tl.load(updates + place * (64 * V) + row[:, None] * V + col[None, :]).to(tl.float32)
-        share = tl.sum(delta * x, 1) * (1 - strength)
-        tl.store(dbeta + ((start + row) * H + h) * BLOCKS + block, share, mask=row < count)
+        both = tl.sum(delta * x, 1)
         dvalue = delta * strength[:, None]
+        value = tl.load(v + at_v, mask=here, other=0.0).to(tl.float32)
+        out = tl.load(o + at_v, mask=here, other=0.0).to(tl.float32)
+        at_share = ((start + row) * H + h) * BLOCKS + block
+        tl.store(dlogit + at_share, both * (1 - strength), mask=row < count)
+        # <q, dq> = <o, do>, since o is linear in q; <k, dk> = <k, dk as row> + <k, dk as column> = (<D, X> - <dv, v>) + <D, X>
+        tl.store(along_q + at_share, tl.sum(out * up.to(tl.float32), 1), mask=row < count)
+        tl.store(along_k + at_share, 2 * both - tl.sum(dvalue * value, 1), mask=row < count)
         tl.store(dv + at_v, dvalue.to(dv.dtype.element_ty), mask=here)
         fade = tl.load(decay_end + place * K + channel)[:, None]
         dstate = _mma(tl.trans(_load(query, place, 0, 64, K, 64, 0, K)), up, dstate * fade, DOT, PRECISION)
@@ -275,228 +264,92 @@ def scan_back_kernel(
 
 
 @triton.jit
-def _gradient_block(
-    J, dq, dkr, dkc, inside, total, unit_q, unit_k, k, g, dscores_q, dscores_k, start, count, h, H, A_log, dt_bias, decay, place,
-    K: tl.constexpr, C0: tl.constexpr, C: tl.constexpr, ANCHOR: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds what column block J of the scores gives to queries, keys as rows and keys as columns."""
-    up = _row_factor(inside, total, J, C, ANCHOR)
-    norm = _norms(k, start, J * 16, count, h, H, K, 16, C)
-    unit, down = _column_factor(k, g, norm, start, J * 16, count, h, H, A_log, dt_bias, decay, K, C0, C, ANCHOR)
-    column = unit * down
-    dq += _mm(_load(dscores_q, place, 0, 64, 64, 64, J * 16, 16), column, DOT, PRECISION) * up
-    dkr += _mm(_load(dscores_k, place, 0, 64, 64, 64, J * 16, 16), column, DOT, PRECISION) * up
-    dcolumn = _mm(_load_transposed(dscores_q, place, J * 16), unit_q * up, DOT, PRECISION)
-    dcolumn = _mma(_load_transposed(dscores_k, place, J * 16), unit_k * up, dcolumn, DOT, PRECISION)
-    return dq, dkr, _insert_rows(dkc, dcolumn * down, J, C)
-
-
-@triton.jit
-def _gradient_channels(
-    q, k, g, beta, A_log, dt_bias, entering, leaving, updates, do, dv, dscores_q, dscores_k, dg_out, dbias, drate, norm_q, norm_k, start, count, h, H, scale, lower_bound, place,
-    K: tl.constexpr, C0: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ANCHOR: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Channels C0 … C0+C-1: stores dg and the shares of dt_bias and A_log, returns the gradients of unit queries and keys [64, C]."""
+def _unit_gradient(out, x, d, norm, along, start, count, h, H, K: tl.constexpr, c, C: tl.constexpr):
+    """Stores the gradient of raw vectors from that of unit vectors: norm * (d - unit <unit, d>)."""
     row = tl.arange(0, 64)
-    decay = lower_bound * _LOG2E
-    dq = tl.zeros([64, C], tl.float32)
-    dkr = tl.zeros([64, C], tl.float32)
-    dkc = tl.zeros([64, C], tl.float32)
-    last = tl.zeros([C], tl.float32)
-    for b in range(0, V, BV):
-        dout = _rows(do, start, 0, count, h, H, V, 64, b, BV)
-        dvalue = _rows(dv, start, 0, count, h, H, V, 64, b, BV)
-        state = _load(entering, place, C0, K, V, C, b, BV)
-        dstate = _load(leaving, place, C0, K, V, C, b, BV)
-        dq = _mma(dout, tl.trans(state), dq, DOT, PRECISION)
-        dkr = _mma(-dvalue, tl.trans(state), dkr, DOT, PRECISION)
-        dkc = _mma(_load(updates, place, 0, 64, V, 64, b, BV), tl.trans(dstate), dkc, DOT, PRECISION)
-        last += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-    raw_g = _rows(g, start, 0, count, h, H, K, 64, C0, C)
-    gate = _gate(raw_g, 0, count, h, A_log, dt_bias, K, 64, C0, C)
-    tiles = tl.reshape(gate * decay, [4, 16, C])
-    inside = tl.cumsum(tiles, 1)
-    total = tl.sum(tiles, 1)
-    unit_q = _rows(q, start, 0, count, h, H, K, 64, C0, C).to(tl.float32) * norm_q
-    unit_k = _rows(k, start, 0, count, h, H, K, 64, C0, C).to(tl.float32) * norm_k
-    factor = tl.exp2(tl.reshape(inside + _before(total, 0)[:, None, :], [64, C]))
-    dq = dq * factor * scale
-    dkr = dkr * factor
-    dkc = dkc * tl.exp2(tl.reshape(total[:, None, :] - inside + _after(total)[:, None, :], [64, C]))
-    last = last * tl.exp2(tl.sum(total, 0)) + tl.sum(unit_k * dkc, 0)
-    for J in range(4):
-        dq, dkr, dkc = _gradient_block(
-            J,
-            dq,
-            dkr,
-            dkc,
-            inside,
-            total,
-            unit_q,
-            unit_k,
-            k,
-            g,
-            dscores_q,
-            dscores_k,
-            start,
-            count,
-            h,
-            H,
-            A_log,
-            dt_bias,
-            decay,
-            place,
-            K,
-            C0,
-            C,
-            ANCHOR,
-            DOT,
-            PRECISION,
-        )
-    dlog = unit_q * dq + unit_k * (dkr - dkc) + tl.where((row == 63)[:, None], last[None, :], 0.0)
-    dlog = tl.cumsum(dlog, 0, reverse=True)
-    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
-    draw = dlog * gate * (1 - gate) * (lower_bound * rate)
-    channel = C0 + tl.arange(0, C)
-    bias = tl.load(dt_bias + h * K + channel).to(tl.float32)
-    tl.store(dbias + place.to(tl.int64) * K + channel, tl.sum(draw, 0))
-    tl.store(drate + place.to(tl.int64) * K + channel, tl.sum(draw * (raw_g.to(tl.float32) + bias[None, :]), 0))
-    at = (start + row)[:, None] * (H * K) + h * K + channel[None, :]
-    tl.store(dg_out + at, draw.to(dg_out.dtype.element_ty), mask=(row < count)[:, None])
-    return dq, dkr + dkc, tl.sum(unit_q * dq, 1)[:, None], tl.sum(unit_k * (dkr + dkc), 1)[:, None]
-
-
-@triton.jit
-def _score_gradients(
-    do,
-    dv,
-    updates,
-    dscores_q,
-    dscores_k,
-    start,
-    count,
-    h,
-    H,
-    scale,
-    place,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradients of Aqk and A, masked, written out so that their blocks can be read back in either orientation.
-
-    Reading back a block transposed avoids a transposed accumulator as an operand, which some Triton versions miscompile on Hopper.
-    """
-    dscore_q = tl.zeros([64, 64], tl.float32)
-    dscore_k = tl.zeros([64, 64], tl.float32)
-    for b in range(0, V, BV):
-        x = tl.trans(_load(updates, place, 0, 64, V, 64, b, BV))
-        dscore_q = _mma(_rows(do, start, 0, count, h, H, V, 64, b, BV), x, dscore_q, DOT, PRECISION)
-        dscore_k = _mma(_rows(dv, start, 0, count, h, H, V, 64, b, BV), x, dscore_k, DOT, PRECISION)
-    row = tl.arange(0, 64)
-    _store(dscores_q, tl.where(row[:, None] >= row[None, :], dscore_q * scale, 0.0), place, 64, 64, 0, 64)
-    _store(dscores_k, tl.where(row[:, None] > row[None, :], -dscore_k, 0.0), place, 64, 64, 0, 64)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _store_unit_gradient(out, x, d, norm, along, start, count, h, H, K: tl.constexpr, C0: tl.constexpr, C: tl.constexpr):
-    """Gradient of raw vectors x from that of unit vectors, along = <unit, d>."""
-    row = tl.arange(0, 64)
-    unit = _rows(x, start, 0, count, h, H, K, 64, C0, C).to(tl.float32) * norm
-    at = (start + row)[:, None] * (H * K) + h * K + C0 + tl.arange(0, C)[None, :]
+    unit = _rows(x, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm
+    at = (start + row)[:, None] * (H * K) + h * K + c + tl.arange(0, C)[None, :]
     tl.store(out + at, (norm * (d - unit * along)).to(out.dtype.element_ty), mask=(row < count)[:, None])
 
 
 @triton.jit
 def gradient_kernel(
-    q, k, g, beta, A_log, dt_bias, starts, counts, entering, leaving, updates, do, dv, dscores_q, dscores_k, dq_out, dk_out, dg_out, dbias, drate, scale, lower_bound, H,
-    K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ANCHOR: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, g, A_log, dt_bias, starts, counts, entering, leaving, updates, do, dv, along_q, along_k, dq_out, dk_out, dg_out, dbias, drate,
+    scale, lower_bound, H, K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ANCHOR: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head): gradients of q, k, g, and this chunk's share of those of dt_bias and A_log. C = K, or half of it."""
-    place = tl.program_id(0)
+    """One (chunk, head, C channels): gradients of q, k, g, and this chunk's share of those of dt_bias and A_log."""
+    place = tl.program_id(0) // (K // C)
+    c = tl.program_id(0) % (K // C) * C
     chunk, h = place // H, place % H
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
-    _score_gradients(do, dv, updates, dscores_q, dscores_k, start, count, h, H, scale, place, V, BV, DOT, PRECISION)
+    row = tl.arange(0, 64)
+    dq = tl.zeros([64, C], tl.float32)
+    dkr = tl.zeros([64, C], tl.float32)
+    dkc = tl.zeros([64, C], tl.float32)
+    last = tl.zeros([C], tl.float32)
+    # gradients of Aqk and A, and both again transposed: a transposed accumulator as an operand is miscompiled by some Tritons on Hopper
+    sq = tl.zeros([64, 64], tl.float32)
+    sk = tl.zeros([64, 64], tl.float32)
+    tq = tl.zeros([64, 64], tl.float32)
+    tk = tl.zeros([64, 64], tl.float32)
+    for b in range(0, V, BV):
+        dout = _rows(do, start, 0, count, h, H, V, 64, b, BV)
+        dvalue = -_rows(dv, start, 0, count, h, H, V, 64, b, BV)
+        x = _load(updates, place, 0, 64, V, 64, b, BV)
+        sq = _mma(dout, tl.trans(x), sq, DOT, PRECISION)
+        sk = _mma(dvalue, tl.trans(x), sk, DOT, PRECISION)
+        tq = _mma(x, tl.trans(dout), tq, DOT, PRECISION)
+        tk = _mma(x, tl.trans(dvalue), tk, DOT, PRECISION)
+        state = _load(entering, place, c, K, V, C, b, BV)
+        dstate = _load(leaving, place, c, K, V, C, b, BV)
+        dq = _mma(dout, tl.trans(state), dq, DOT, PRECISION)
+        dkr = _mma(dvalue, tl.trans(state), dkr, DOT, PRECISION)
+        dkc = _mma(x, tl.trans(dstate), dkc, DOT, PRECISION)
+        last += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+    score_q = tl.where(row[:, None] >= row[None, :], sq * scale, 0.0).to(DOT)
+    score_k = tl.where(row[:, None] > row[None, :], sk, 0.0).to(DOT)
+    turned_q = tl.where(row[:, None] <= row[None, :], tq * scale, 0.0).to(DOT)
+    turned_k = tl.where(row[:, None] < row[None, :], tk, 0.0).to(DOT)
+    raw_g = _rows(g, start, 0, count, h, H, K, 64, c, C)
+    gate = _gate(raw_g, 0, count, h, A_log, dt_bias, K, 64, c, C)
+    tiles = tl.reshape(gate * (lower_bound * _LOG2E), [4, 16, C])
+    inside = tl.cumsum(tiles, 1)
+    total = tl.sum(tiles, 1)
     norm_q = _norms(q, start, 0, count, h, H, K, 64, C)
     norm_k = _norms(k, start, 0, count, h, H, K, 64, C)
-    dq, dk, along_q, along_k = _gradient_channels(
-        q,
-        k,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        entering,
-        leaving,
-        updates,
-        do,
-        dv,
-        dscores_q,
-        dscores_k,
-        dg_out,
-        dbias,
-        drate,
-        norm_q,
-        norm_k,
-        start,
-        count,
-        h,
-        H,
-        scale,
-        lower_bound,
-        place,
-        K,
-        0,
-        C,
-        V,
-        BV,
-        ANCHOR,
-        DOT,
-        PRECISION,
-    )
-    if C < K:
-        dq1, dk1, more_q, more_k = _gradient_channels(
-            q,
-            k,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            entering,
-            leaving,
-            updates,
-            do,
-            dv,
-            dscores_q,
-            dscores_k,
-            dg_out,
-            dbias,
-            drate,
-            norm_q,
-            norm_k,
-            start,
-            count,
-            h,
-            H,
-            scale,
-            lower_bound,
-            place,
-            K,
-            C,
-            C,
-            V,
-            BV,
-            ANCHOR,
-            DOT,
-            PRECISION,
-        )
-        along_q += more_q
-        along_k += more_k
-        _store_unit_gradient(dq_out, q, dq1, norm_q, along_q, start, count, h, H, K, C, C)
-        _store_unit_gradient(dk_out, k, dk1, norm_k, along_k, start, count, h, H, K, C, C)
-    _store_unit_gradient(dq_out, q, dq, norm_q, along_q, start, count, h, H, K, 0, C)
-    _store_unit_gradient(dk_out, k, dk, norm_k, along_k, start, count, h, H, K, 0, C)
+    up = tl.exp2(tl.reshape(inside, [64, C]))
+    unit_q = _rows(q, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_q * up
+    unit_k = _rows(k, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_k
+    dkc = dkc * tl.exp2(tl.reshape(total[:, None, :] - inside + _after(total)[:, None, :], [64, C]))
+    last = last * tl.exp2(tl.sum(total, 0)) + tl.sum(unit_k * dkc, 0)
+    column = unit_k / up * (1.0 / ANCHOR)
+    unit_k = unit_k * up
+    factor = tl.exp2(_before(total, 0))
+    dq = _spread(dq, factor, C) * scale
+    dkr = _spread(dkr, factor, C)
+    down = (1.0 / ANCHOR) / up
+    for J in range(4):
+        factor = tl.exp2(_before(total, J)) * ANCHOR
+        one = _tile_only(column, J, C)
+        dq += _spread(_mm(score_q, one, DOT, PRECISION), factor, C)
+        dkr += _spread(_mm(score_k, one, DOT, PRECISION), factor, C)
+        dcolumn = _mm(turned_q, _spread(unit_q, factor, C), DOT, PRECISION)
+        dcolumn = _mma(turned_k, _spread(unit_k, factor, C), dcolumn, DOT, PRECISION)
+        dkc += _tile_only(dcolumn * down, J, C)
+    # unit_q and unit_k carry `up`, as dq and dkr lack it
+    dlog = unit_q * dq + unit_k * dkr - column * (ANCHOR * up) * dkc + tl.where((row == 63)[:, None], last[None, :], 0.0)
+    dlog = tl.cumsum(dlog, 0, reverse=True)
+    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
+    draw = dlog * gate * (1 - gate) * (lower_bound * rate)
+    channel = c + tl.arange(0, C)
+    bias = tl.load(dt_bias + h * K + channel).to(tl.float32)
+    tl.store(dbias + place.to(tl.int64) * K + channel, tl.sum(draw, 0))
+    tl.store(drate + place.to(tl.int64) * K + channel, tl.sum(draw * (raw_g.to(tl.float32) + bias[None, :]), 0))
+    at = (start + row)[:, None] * (H * K) + h * K + channel[None, :]
+    tl.store(dg_out + at, draw.to(dg_out.dtype.element_ty), mask=(row < count)[:, None])
+    sum_q = tl.load(along_q + (start + row) * H + h, mask=row < count, other=0.0)[:, None]
+    _unit_gradient(dq_out, q, dq * up, norm_q, sum_q, start, count, h, H, K, c, C)
+    sum_k = tl.load(along_k + (start + row) * H + h, mask=row < count, other=0.0)[:, None]
+    _unit_gradient(dk_out, k, dkr * up + dkc, norm_k, sum_k, start, count, h, H, K, c, C)

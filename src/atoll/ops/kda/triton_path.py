@@ -1,4 +1,4 @@
-"""KDA on a GPU: two kernels forward, four backward (two of them the forward's again), nothing kept but the inputs.
+"""KDA on a GPU: three kernels forward, five backward (three of them the forward's again), nothing kept but inputs and output.
 
 Numerics: bfloat16 inputs multiply in bfloat16 with float32 sums, the scores of keys against keys in tf32, because the inverse
 amplifies their error; float32 inputs multiply in tf32x3. Gate, decay, norms, states and the inverse are float32.
@@ -27,6 +27,7 @@ class Config(NamedTuple):
     prepare_channels: int = 64
     prepare_warps: int = 8
     prepare_stages: int = 1
+    inverse_warps: int = 4
     scan_columns: int = 64
     scan_warps: int = 4
     scan_stages: int = 1
@@ -121,13 +122,15 @@ def _prepare(inputs: tuple[Tensor, ...], call: _Call) -> _Prepared:
     places, size = call.table.chunks * call.heads, kernels.TOKENS
     wide = [q.new_empty(places, size, call.width, dtype=call.store) for _ in range(3)]
     square = [q.new_empty(places, size, size, dtype=call.store) for _ in range(2)]
+    inner = q.new_empty(places, size, size, dtype=torch.float32)
     out = _Prepared(*wide, q.new_empty(places, call.width, dtype=torch.float32), *square)
     kernels.prepare_kernel[(places,)](
-        q, k, g, beta, A_log, dt_bias, call.table.starts, call.table.counts, *out, call.scale, call.lower_bound, call.heads,
-        K=call.width, C=min(call.config.prepare_channels, call.width), ANCHOR=anchor(call.lower_bound),
-        DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision, INVERSE=call.config.inverse_precision,
+        q, k, g, beta, A_log, dt_bias, call.table.starts, call.table.counts, *out[:4], inner, out.scores, call.scale, call.lower_bound,
+        call.heads, K=call.width, C=min(call.config.prepare_channels, call.width), ANCHOR=anchor(call.lower_bound),
+        DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision,
         num_warps=call.config.prepare_warps, num_stages=call.config.prepare_stages,
     )  # fmt: skip
+    kernels.inverse_kernel[(places,)](inner, out.inverse, PRECISION=call.config.inverse_precision, num_warps=call.config.inverse_warps, num_stages=1)
     return out
 
 
@@ -149,36 +152,35 @@ def _scan(
 
 
 def _scan_back(
-    made: _Prepared, beta: Tensor, updates: Tensor, do: Tensor, dfinal: Tensor | None, dinitial: Tensor | None, call: _Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dv, gradients of the leaving states, and beta's logit gradients in float32."""
+    made: _Prepared, v: Tensor, o: Tensor, beta: Tensor, updates: Tensor, do: Tensor, dfinal: Tensor | None, dinitial: Tensor | None, call: _Call
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dv, gradients of the leaving states, and three sums [3, B, T, H]: beta's logit gradient, <q, dq>, <k, dk>."""
     table, config = call.table, call.config
     columns = min(config.back_columns, call.value)
     blocks = call.value // columns
     dv = torch.empty_like(do)
     leaving = do.new_empty(table.chunks * call.heads, call.width, call.value, dtype=call.store)
-    shares = do.new_empty(*beta.shape, blocks, dtype=torch.float32)
+    shares = do.new_empty(3, *beta.shape, blocks, dtype=torch.float32)
     kernels.scan_back_kernel[(blocks, call.heads, table.documents)](
-        *made, beta, table.starts, table.counts, table.first, updates, do, dfinal, dinitial, dv, leaving, shares, call.heads, blocks,
-        K=call.width, V=call.value, BV=columns, DOT=call.dot, PRECISION=call.precision, HAS_DFINAL=dfinal is not None,
-        STORE_DINITIAL=dinitial is not None, num_warps=config.back_warps, num_stages=config.back_stages,
+        *made, beta, table.starts, table.counts, table.first, updates, v, o, do, dfinal, dinitial, dv, leaving, *shares, call.heads, blocks,
+        K=call.width, V=call.value, BV=columns, DOT=call.dot, PRECISION=call.precision,
+        HAS_DFINAL=dfinal is not None, STORE_DINITIAL=dinitial is not None, num_warps=config.back_warps, num_stages=config.back_stages,
     )  # fmt: skip
     return dv, leaving, shares.sum(-1)
 
 
 def _gradients(
-    inputs: tuple[Tensor, ...], entering: Tensor, leaving: Tensor, updates: Tensor, do: Tensor, dv: Tensor, call: _Call
+    inputs: tuple[Tensor, ...], entering: Tensor, leaving: Tensor, updates: Tensor, do: Tensor, dv: Tensor, sums: Tensor, call: _Call
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, g, A_log, dt_bias."""
-    q, k, _, g, beta, A_log, dt_bias = inputs
+    q, k, _, g, _, A_log, dt_bias = inputs
     table, config = call.table, call.config
-    places = table.chunks * call.heads
+    channels = min(config.gradient_channels, call.width)
     dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
-    squares = [q.new_empty(places, kernels.TOKENS, kernels.TOKENS, dtype=call.store) for _ in range(2)]
     dbias, drate = (q.new_empty(table.chunks, call.heads, call.width, dtype=torch.float32) for _ in range(2))
-    kernels.gradient_kernel[(places,)](
-        q, k, g, beta, A_log, dt_bias, table.starts, table.counts, entering, leaving, updates, do, dv, *squares, dq, dk, dg, dbias, drate,
-        call.scale, call.lower_bound, call.heads, K=call.width, C=min(config.gradient_channels, call.width), V=call.value, BV=min(config.gradient_columns, call.value),
+    kernels.gradient_kernel[(table.chunks * call.heads * (call.width // channels),)](
+        q, k, g, A_log, dt_bias, table.starts, table.counts, entering, leaving, updates, do, dv, sums[1], sums[2], dq, dk, dg, dbias, drate,
+        call.scale, call.lower_bound, call.heads, K=call.width, C=channels, V=call.value, BV=min(config.gradient_columns, call.value),
         ANCHOR=anchor(call.lower_bound), DOT=call.dot, PRECISION=call.precision,
         num_warps=config.gradient_warps, num_stages=config.gradient_stages,
     )  # fmt: skip
@@ -196,23 +198,23 @@ class _TritonKDA(torch.autograd.Function):
         # with no chunk at all the scan still copies the given states
         final = v.new_empty(table.documents, call.heads, call.width, call.value, dtype=torch.float32) if want else None
         _scan(_prepare(inputs, call), v, inputs[4], state, call, o, final, keep=False)
-        ctx.save_for_backward(*inputs, *([] if state is None else [state]))
+        ctx.save_for_backward(*inputs, o, *([] if state is None else [state]))
         ctx.call, ctx.want = call, want
         return o, v.new_empty(0, dtype=torch.float32) if final is None else final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs, state = ctx.saved_tensors[:7], (ctx.saved_tensors[7:] or (None,))[0]
+        inputs, o, state = ctx.saved_tensors[:7], ctx.saved_tensors[7], (ctx.saved_tensors[8:] or (None,))[0]
         call, beta = ctx.call, inputs[4]
         do = grad_outputs[0].contiguous()
         dfinal = grad_outputs[1].contiguous() if ctx.want else None
         made = _prepare(inputs, call)
         entering, updates = _scan(made, inputs[2], beta, state, call, None, None, keep=True)
         dstate = None if state is None else torch.empty_like(state, dtype=torch.float32)
-        dv, leaving, dbeta = _scan_back(made, beta, updates, do, dfinal, dstate, call)
+        dv, leaving, sums = _scan_back(made, inputs[2], o, beta, updates, do, dfinal, dstate, call)
         del made
-        dq, dk, dg, dA, dbias = _gradients(inputs, entering, leaving, updates, do, dv, call)
+        dq, dk, dg, dA, dbias = _gradients(inputs, entering, leaving, updates, do, dv, sums, call)
         return (
             None,
             None,
@@ -224,7 +226,7 @@ class _TritonKDA(torch.autograd.Function):
             dk,
             dv,
             dg,
-            dbeta.to(beta.dtype),
+            sums[0].to(beta.dtype),
             dA,
             dbias,
         )
