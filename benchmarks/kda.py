@@ -186,7 +186,7 @@ def kernel_times(config: path.Config, shape: tuple[int, ...] = FULL) -> dict[str
     call = path._call(tensors[0], tensors[2], table, width**-0.5, -5.0, config)
     v, beta = tensors[2], tensors[4]
     o, do = torch.empty_like(v), torch.randn_like(v)
-    made = path._prepare(tuple(tensors), call)
+    made, offsets = path._prepare(tuple(tensors), call)
     entering, updates = path._scan(made, v, beta, None, call, None, None, True)
     path._scan(made, v, beta, None, call, o, None, False)
     dv, leaving, sums = path._scan_back(made, v, o, beta, updates, do, None, None, call)
@@ -195,7 +195,7 @@ def kernel_times(config: path.Config, shape: tuple[int, ...] = FULL) -> dict[str
         "scan": bench(lambda: path._scan(made, v, beta, None, call, o, None, False), 40),
         "scan_keep": bench(lambda: path._scan(made, v, beta, None, call, None, None, True), 40),
         "scan_back": bench(lambda: path._scan_back(made, v, o, beta, updates, do, None, None, call), 40),
-        "gradient": bench(lambda: path._gradients(tuple(tensors), entering, leaving, updates, do, dv, sums, call), 40),
+        "gradient": bench(lambda: path._gradients(tuple(tensors), offsets, entering, leaving, updates, do, dv, sums, call), 40),
     }
 
 
@@ -216,6 +216,9 @@ def compile_all(variants: list[str]) -> None:
     while waiting or running:
         while waiting and len(running) < 14:
             running.append(subprocess.Popen([*command, waiting.pop(0)], env=os.environ))
+        for p in running:
+            if p.poll():
+                print("failed on few tokens:", p.args[-1], flush=True)  # type: ignore[index]
         running = [p for p in running if p.poll() is None]
         time.sleep(0.1)
     print(f"compiled {len(variants)} variants in {time.perf_counter() - start:.0f} s", flush=True)
@@ -267,12 +270,13 @@ def main() -> None:
         compile_all(variants)
         report["variants"] = time_variants(variants)
         save()
+    if "check" in parts:
+        report["check"] = check(config)
+        save()
     if "time" in parts:
         report["kernels"] = kernel_times(config)
         report["shapes"] = time_shapes(config)
         save()
-    if "check" in parts:
-        report["check"] = check(config)
     save()
 
 

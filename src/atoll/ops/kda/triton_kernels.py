@@ -58,30 +58,44 @@ def _gate(g, first, count, h, A_log, dt_bias, K: tl.constexpr, N: tl.constexpr, 
 
 
 @triton.jit
-def _before(total, J):
-    """For each tile I, the sum of the totals [4, C] of the tiles in [J, I)."""
-    tile = tl.arange(0, 4)[:, None]
-    out = tl.zeros_like(total)
-    for P in tl.static_range(0, 3):
-        one = tl.sum(tl.where(tile == P, total, 0.0), 0)[None, :]
-        out += tl.where((tile > P) & (P >= J), one, 0.0)
-    return out
+def _decay(g, A_log, dt_bias, offsets, place, start, count, h, H, lower_bound, K: tl.constexpr, c, C: tl.constexpr):
+    """Raw logits, gate, and in powers of two: the decay from the start of each row's tile, the tile's offset in the chunk, the chunk's total."""
+    raw = _rows(g, start, 0, count, h, H, K, 64, c, C)
+    gate = _gate(raw, 0, count, h, A_log, dt_bias, K, 64, c, C)
+    inside = tl.reshape(tl.cumsum(tl.reshape(gate * (lower_bound * _LOG2E), [4, 16, C]), 1), [64, C])
+    at = offsets + place.to(tl.int64) * (5 * K) + c + tl.arange(0, C)[None, :]
+    return raw, gate, inside, tl.load(at + (tl.arange(0, 64) // 16)[:, None] * K), tl.load(at + 4 * K)
 
 
 @triton.jit
-def _after(total):
-    """For each tile, the sum of the totals [4, C] of the tiles after it."""
-    tile = tl.arange(0, 4)[:, None]
-    out = tl.zeros_like(total)
-    for P in tl.static_range(1, 4):
-        out += tl.where(tile < P, tl.sum(tl.where(tile == P, total, 0.0), 0)[None, :], 0.0)
-    return out
+def _from_tile(offsets, offset, place, J, K: tl.constexpr, c, C: tl.constexpr):
+    """exp of the decay from tile J's start to each row's tile; one for rows before J, whose entries are masked later."""
+    start = tl.load(offsets + place.to(tl.int64) * (5 * K) + J * K + c + tl.arange(0, C)[None, :])
+    return tl.exp2(tl.minimum(offset - start, 0.0))
 
 
 @triton.jit
-def _spread(x, factor, C: tl.constexpr):
-    """x [64, C] times a factor a tile, [4, C]."""
-    return tl.reshape(tl.reshape(x, [4, 16, C]) * factor[:, None, :], [64, C])
+def gate_kernel(
+    g, A_log, dt_bias, starts, counts, offsets, decay_end, lower_bound, H, K: tl.constexpr, C: tl.constexpr
+):
+    """One (chunk, head): the cumulative log-decay at the start of each tile and at the end, [5, K], and the chunk's decay.
+
+    Apart from `prepare_kernel`, because sums over a tile inside it would each cost a barrier.
+    """
+    place = tl.program_id(0)
+    chunk, h = place // H, place % H
+    start = tl.load(starts + chunk).to(tl.int64)
+    count = tl.load(counts + chunk)
+    for c in range(0, K, C):
+        total = tl.zeros([C], tl.float32)
+        channel = c + tl.arange(0, C)
+        at = offsets + place.to(tl.int64) * (5 * K) + channel
+        for tile in range(4):
+            tl.store(at + tile * K, total)
+            gate = _gate(_rows(g, start, tile * 16, count, h, H, K, 16, c, C), tile * 16, count, h, A_log, dt_bias, K, 16, c, C)
+            total += tl.sum(gate, 0) * (lower_bound * _LOG2E)
+        tl.store(at + 4 * K, total)
+        tl.store(decay_end + place.to(tl.int64) * K + channel, tl.exp2(total))
 
 
 @triton.jit
@@ -121,7 +135,7 @@ def _load(pointer, place, first, M: tl.constexpr, N: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, starts, counts, query, key, tail, decay_end, inner, scores, scale, lower_bound, H,
+    q, k, g, beta, A_log, dt_bias, starts, counts, offsets, query, key, tail, inner, scores, scale, lower_bound, H,
     K: tl.constexpr, C: tl.constexpr, ANCHOR: tl.constexpr, DOT: tl.constexpr, KEYDOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head): decayed queries, keys and tails, A and Aqk; C channels at once. Heads fastest, so neighbours share lines."""
@@ -129,32 +143,26 @@ def prepare_kernel(
     chunk, h = place // H, place % H
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
-    decay = lower_bound * _LOG2E
     norm_q = _norms(q, start, 0, count, h, H, K, 64, C)
     norm_k = _norms(k, start, 0, count, h, H, K, 64, C)
     aqk = tl.zeros([64, 64], tl.float32)
     akk = tl.zeros([64, 64], tl.float32)
     for c in range(0, K, C):
-        gate = _gate(_rows(g, start, 0, count, h, H, K, 64, c, C), 0, count, h, A_log, dt_bias, K, 64, c, C)
-        tiles = tl.reshape(gate * decay, [4, 16, C])
-        inside = tl.cumsum(tiles, 1)
-        total = tl.sum(tiles, 1)
-        up = tl.exp2(tl.reshape(inside, [64, C]))
+        _, _, inside, offset, total = _decay(g, A_log, dt_bias, offsets, place, start, count, h, H, lower_bound, K, c, C)
+        up = tl.exp2(inside)
         unit_q = _rows(q, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_q * up
         unit_k = _rows(k, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_k
-        factor = tl.exp2(tl.reshape(total[:, None, :] - inside + _after(total)[:, None, :], [64, C]))
-        _store(tail, unit_k * factor, place, 64, K, c, C)
+        _store(tail, unit_k * tl.exp2(total - offset - inside), place, 64, K, c, C)
         column = unit_k / up * (1.0 / ANCHOR)
         unit_k = unit_k * up
-        factor = tl.exp2(_before(total, 0))
-        _store(query, _spread(unit_q, factor, C) * scale, place, 64, K, c, C)
-        _store(key, _spread(unit_k, factor, C), place, 64, K, c, C)
-        tl.store(decay_end + place.to(tl.int64) * K + c + tl.arange(0, C), tl.exp2(tl.sum(total, 0)))
+        factor = tl.exp2(offset)
+        _store(query, unit_q * factor * scale, place, 64, K, c, C)
+        _store(key, unit_k * factor, place, 64, K, c, C)
         for J in range(4):
-            factor = tl.exp2(_before(total, J)) * ANCHOR
+            factor = _from_tile(offsets, offset, place, J, K, c, C) * ANCHOR
             one = tl.trans(_tile_only(column, J, C))
-            aqk = _mma(_spread(unit_q, factor, C), one, aqk, DOT, PRECISION)
-            akk = _mma(_spread(unit_k, factor, C), one, akk, KEYDOT, PRECISION)
+            aqk = _mma(unit_q * factor, one, aqk, DOT, PRECISION)
+            akk = _mma(unit_k * factor, one, akk, KEYDOT, PRECISION)
     row = tl.arange(0, 64)
     strength = tl.sigmoid(tl.load(beta + (start + row) * H + h, mask=row < count, other=0.0).to(tl.float32))
     strength = tl.where(row < count, strength, 0.0)
@@ -274,7 +282,7 @@ def _unit_gradient(out, x, d, norm, along, start, count, h, H, K: tl.constexpr, 
 
 @triton.jit
 def gradient_kernel(
-    q, k, g, A_log, dt_bias, starts, counts, entering, leaving, updates, do, dv, along_q, along_k, dq_out, dk_out, dg_out, dbias, drate,
+    q, k, g, A_log, dt_bias, starts, counts, offsets, entering, leaving, updates, do, dv, along_q, along_k, dq_out, dk_out, dg_out, dbias, drate,
     scale, lower_bound, H, K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, ANCHOR: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -312,31 +320,27 @@ def gradient_kernel(
     score_k = tl.where(row[:, None] > row[None, :], sk, 0.0).to(DOT)
     turned_q = tl.where(row[:, None] <= row[None, :], tq * scale, 0.0).to(DOT)
     turned_k = tl.where(row[:, None] < row[None, :], tk, 0.0).to(DOT)
-    raw_g = _rows(g, start, 0, count, h, H, K, 64, c, C)
-    gate = _gate(raw_g, 0, count, h, A_log, dt_bias, K, 64, c, C)
-    tiles = tl.reshape(gate * (lower_bound * _LOG2E), [4, 16, C])
-    inside = tl.cumsum(tiles, 1)
-    total = tl.sum(tiles, 1)
+    raw_g, gate, inside, offset, total = _decay(g, A_log, dt_bias, offsets, place, start, count, h, H, lower_bound, K, c, C)
     norm_q = _norms(q, start, 0, count, h, H, K, 64, C)
     norm_k = _norms(k, start, 0, count, h, H, K, 64, C)
-    up = tl.exp2(tl.reshape(inside, [64, C]))
+    up = tl.exp2(inside)
     unit_q = _rows(q, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_q * up
     unit_k = _rows(k, start, 0, count, h, H, K, 64, c, C).to(tl.float32) * norm_k
-    dkc = dkc * tl.exp2(tl.reshape(total[:, None, :] - inside + _after(total)[:, None, :], [64, C]))
-    last = last * tl.exp2(tl.sum(total, 0)) + tl.sum(unit_k * dkc, 0)
+    dkc = dkc * tl.exp2(total - offset - inside)
+    end = tl.load(offsets + place.to(tl.int64) * (5 * K) + 4 * K + c + tl.arange(0, C))
+    last = last * tl.exp2(end) + tl.sum(unit_k * dkc, 0)
     column = unit_k / up * (1.0 / ANCHOR)
     unit_k = unit_k * up
-    factor = tl.exp2(_before(total, 0))
-    dq = _spread(dq, factor, C) * scale
-    dkr = _spread(dkr, factor, C)
+    dq = dq * (tl.exp2(offset) * scale)
+    dkr = dkr * tl.exp2(offset)
     down = (1.0 / ANCHOR) / up
     for J in range(4):
-        factor = tl.exp2(_before(total, J)) * ANCHOR
+        factor = _from_tile(offsets, offset, place, J, K, c, C) * ANCHOR
         one = _tile_only(column, J, C)
-        dq += _spread(_mm(score_q, one, DOT, PRECISION), factor, C)
-        dkr += _spread(_mm(score_k, one, DOT, PRECISION), factor, C)
-        dcolumn = _mm(turned_q, _spread(unit_q, factor, C), DOT, PRECISION)
-        dcolumn = _mma(turned_k, _spread(unit_k, factor, C), dcolumn, DOT, PRECISION)
+        dq += _mm(score_q, one, DOT, PRECISION) * factor
+        dkr += _mm(score_k, one, DOT, PRECISION) * factor
+        dcolumn = _mm(turned_q, unit_q * factor, DOT, PRECISION)
+        dcolumn = _mma(turned_k, unit_k * factor, dcolumn, DOT, PRECISION)
         dkc += _tile_only(dcolumn * down, J, C)
     # unit_q and unit_k carry `up`, as dq and dkr lack it
     dlog = unit_q * dq + unit_k * dkr - column * (ANCHOR * up) * dkc + tl.where((row == 63)[:, None], last[None, :], 0.0)

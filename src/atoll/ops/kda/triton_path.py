@@ -27,6 +27,7 @@ class Config(NamedTuple):
     prepare_channels: int = 64
     prepare_warps: int = 8
     prepare_stages: int = 1
+    prepare_registers: int = 0  # most registers a thread; 0 leaves it to the compiler
     inverse_warps: int = 4
     scan_columns: int = 64
     scan_warps: int = 4
@@ -38,6 +39,7 @@ class Config(NamedTuple):
     gradient_columns: int = 64
     gradient_warps: int = 8
     gradient_stages: int = 1
+    gradient_registers: int = 0
     key_precision: str = "tf32"  # operands of key scores: "tf32" or "bf16"
     inverse_precision: str = "tf32"
 
@@ -100,7 +102,7 @@ def _call(q: Tensor, v: Tensor, table: Table, scale: float, lower_bound: float, 
     if wide:
         # float32 operands take twice the room
         config = config._replace(
-            inverse_precision="tf32x3", prepare_channels=min(config.prepare_channels, 32), gradient_columns=min(config.gradient_columns, 32),
+            inverse_precision="tf32x3", prepare_channels=min(config.prepare_channels, 64), prepare_warps=8, prepare_registers=0, gradient_columns=min(config.gradient_columns, 32),
             scan_columns=min(config.scan_columns, 32), scan_warps=4, scan_stages=1,
             back_columns=min(config.back_columns, 32), back_warps=4, back_stages=1,
         )  # fmt: skip
@@ -117,21 +119,33 @@ class _Prepared(NamedTuple):
     scores: Tensor
 
 
-def _prepare(inputs: tuple[Tensor, ...], call: _Call) -> _Prepared:
+class _Factors(NamedTuple):
+    """What the scans read, and the tile offsets [chunks*H, 5, K] of the cumulative decay."""
+
+    made: _Prepared
+    offsets: Tensor
+
+
+def _prepare(inputs: tuple[Tensor, ...], call: _Call) -> _Factors:
     q, k, _, g, beta, A_log, dt_bias = inputs
     places, size = call.table.chunks * call.heads, kernels.TOKENS
     wide = [q.new_empty(places, size, call.width, dtype=call.store) for _ in range(3)]
     square = [q.new_empty(places, size, size, dtype=call.store) for _ in range(2)]
     inner = q.new_empty(places, size, size, dtype=torch.float32)
+    offsets = q.new_empty(places, 5, call.width, dtype=torch.float32)
     out = _Prepared(*wide, q.new_empty(places, call.width, dtype=torch.float32), *square)
-    kernels.prepare_kernel[(places,)](
-        q, k, g, beta, A_log, dt_bias, call.table.starts, call.table.counts, *out[:4], inner, out.scores, call.scale, call.lower_bound,
-        call.heads, K=call.width, C=min(call.config.prepare_channels, call.width), ANCHOR=anchor(call.lower_bound),
-        DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision,
-        num_warps=call.config.prepare_warps, num_stages=call.config.prepare_stages,
+    table, config, channels = call.table, call.config, min(call.config.prepare_channels, call.width)
+    kernels.gate_kernel[(places,)](
+        g, A_log, dt_bias, table.starts, table.counts, offsets, out.decay_end, call.lower_bound, call.heads, K=call.width, C=call.width,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
-    kernels.inverse_kernel[(places,)](inner, out.inverse, PRECISION=call.config.inverse_precision, num_warps=call.config.inverse_warps, num_stages=1)
-    return out
+    kernels.prepare_kernel[(places,)](
+        q, k, g, beta, A_log, dt_bias, table.starts, table.counts, offsets, *wide, inner, out.scores, call.scale, call.lower_bound, call.heads,
+        K=call.width, C=channels, ANCHOR=anchor(call.lower_bound), DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision,
+        num_warps=config.prepare_warps, num_stages=config.prepare_stages, maxnreg=config.prepare_registers or None,
+    )  # fmt: skip
+    kernels.inverse_kernel[(places,)](inner, out.inverse, PRECISION=config.inverse_precision, num_warps=config.inverse_warps, num_stages=1)
+    return _Factors(out, offsets)
 
 
 def _scan(
@@ -170,7 +184,7 @@ def _scan_back(
 
 
 def _gradients(
-    inputs: tuple[Tensor, ...], entering: Tensor, leaving: Tensor, updates: Tensor, do: Tensor, dv: Tensor, sums: Tensor, call: _Call
+    inputs: tuple[Tensor, ...], offsets: Tensor, entering: Tensor, leaving: Tensor, updates: Tensor, do: Tensor, dv: Tensor, sums: Tensor, call: _Call
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, g, A_log, dt_bias."""
     q, k, _, g, _, A_log, dt_bias = inputs
@@ -179,10 +193,11 @@ def _gradients(
     dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
     dbias, drate = (q.new_empty(table.chunks, call.heads, call.width, dtype=torch.float32) for _ in range(2))
     kernels.gradient_kernel[(table.chunks * call.heads * (call.width // channels),)](
-        q, k, g, A_log, dt_bias, table.starts, table.counts, entering, leaving, updates, do, dv, sums[1], sums[2], dq, dk, dg, dbias, drate,
+        q, k, g, A_log, dt_bias, table.starts, table.counts, offsets, entering, leaving, updates, do, dv, sums[1], sums[2], dq, dk, dg, dbias, drate,
         call.scale, call.lower_bound, call.heads, K=call.width, C=channels, V=call.value, BV=min(config.gradient_columns, call.value),
         ANCHOR=anchor(call.lower_bound), DOT=call.dot, PRECISION=call.precision,
         num_warps=config.gradient_warps, num_stages=config.gradient_stages,
+        maxnreg=config.gradient_registers or None,
     )  # fmt: skip
     return dq, dk, dg, drate.sum((0, 2)).to(A_log.dtype), dbias.sum(0).to(dt_bias.dtype)
 
@@ -197,7 +212,7 @@ class _TritonKDA(torch.autograd.Function):
         o = torch.empty_like(v)
         # with no chunk at all the scan still copies the given states
         final = v.new_empty(table.documents, call.heads, call.width, call.value, dtype=torch.float32) if want else None
-        _scan(_prepare(inputs, call), v, inputs[4], state, call, o, final, keep=False)
+        _scan(_prepare(inputs, call).made, v, inputs[4], state, call, o, final, keep=False)
         ctx.save_for_backward(*inputs, o, *([] if state is None else [state]))
         ctx.call, ctx.want = call, want
         return o, v.new_empty(0, dtype=torch.float32) if final is None else final
@@ -209,12 +224,12 @@ class _TritonKDA(torch.autograd.Function):
         call, beta = ctx.call, inputs[4]
         do = grad_outputs[0].contiguous()
         dfinal = grad_outputs[1].contiguous() if ctx.want else None
-        made = _prepare(inputs, call)
+        made, offsets = _prepare(inputs, call)
         entering, updates = _scan(made, inputs[2], beta, state, call, None, None, keep=True)
         dstate = None if state is None else torch.empty_like(state, dtype=torch.float32)
         dv, leaving, sums = _scan_back(made, inputs[2], o, beta, updates, do, dfinal, dstate, call)
         del made
-        dq, dk, dg, dA, dbias = _gradients(inputs, entering, leaving, updates, do, dv, sums, call)
+        dq, dk, dg, dA, dbias = _gradients(inputs, offsets, entering, leaving, updates, do, dv, sums, call)
         return (
             None,
             None,
