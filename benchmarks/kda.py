@@ -103,7 +103,7 @@ def check_case(
     return {"case": name, "errors": errors, "bad": bad, "deterministic": same}
 
 
-def check_causal(config: path.Config) -> dict:
+def check_causal(config: path.Config | None) -> dict:
     """Outputs before the cut, to the bit, when everything from the cut on changes."""
     a, b = inputs(1, 200, 4, 128, 128, torch.bfloat16), inputs(1, 200, 4, 128, 128, torch.bfloat16, "mixed")
     base, _ = path.kda_triton(*a, -5.0, 0.1, None, None, config=config)
@@ -121,7 +121,7 @@ def check_causal(config: path.Config) -> dict:
     return {str(key): value for key, value in result.items()}
 
 
-def check(config: path.Config) -> list[dict]:
+def check(config: path.Config | None) -> list[dict]:
     results = []
     packed = [0, 1, 1, 18, 85, 300, 364, 500]
     for dtype, regime in itertools.product(
@@ -141,7 +141,7 @@ def bench(run: Callable[[], object], rep: int = 60) -> float:
     return round(float(triton.testing.do_bench(run, warmup=15, rep=rep, return_mode="median")), 4)
 
 
-def time_shapes(config: path.Config) -> dict:
+def time_shapes(config: path.Config | None) -> dict:
     result = {}
     for batch, length, heads, width in (FULL, (1, 65536, 16, 128), (1, 8192, 16, 64), (1, 524288, 4, 128)):
         tensors = inputs(batch, length, heads, width, width, torch.bfloat16)
@@ -178,7 +178,7 @@ def time_shapes(config: path.Config) -> dict:
     return result
 
 
-def kernel_times(config: path.Config, shape: tuple[int, ...] = FULL) -> dict[str, float]:
+def kernel_times(config: path.Config | None, shape: tuple[int, ...] = FULL) -> dict[str, float]:
     """Each kernel by itself at `shape`."""
     batch, length, heads, width = shape
     tensors = inputs(batch, length, heads, width, width, torch.bfloat16)
@@ -233,14 +233,17 @@ def compile_one(config: path.Config) -> None:
 
 
 def time_variants(variants: list[str]) -> dict:
+    """Each variant in a process of its own: a bad memory access ends the process it happens in, and is a result."""
     result = {}
     for text in variants:
-        try:
-            result[text] = kernel_times(parse(text))
-            print(f"{text:60s}", result[text], flush=True)
-        except Exception as error:  # a variant that does not fit the card is a result
-            result[text] = str(error).splitlines()[0][:200]
-            print(f"{text:60s} FAILED {result[text]}", flush=True)
+        command = [sys.executable, __file__, "--parts", "one", "--variants", text]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            # launches one by one, to name the kernel
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_LAUNCH_BLOCKING": "1"})
+        failed = [line.strip() for line in done.stderr.splitlines() if "_kernel[" in line or "Error" in line]
+        result[text] = failed[-4:] if done.returncode else json.loads(done.stdout.splitlines()[-1])
+        print(f"{text:60s}", result[text], flush=True)
     return result
 
 
@@ -251,10 +254,13 @@ def main() -> None:
     parser.add_argument("--variants", default="")
     parser.add_argument("--config", default="")
     options = parser.parse_args()
+    if options.parts == "one":
+        print(json.dumps(kernel_times(parse(options.variants))))
+        return
     if options.parts == "compile":
         compile_one(parse(options.variants))
         return
-    config, variants, parts = parse(options.config), [x.strip() for x in options.variants.split(";")], options.parts.split(",")
+    config, variants, parts = parse(options.config) if options.config else None, [x.strip() for x in options.variants.split(";")], options.parts.split(",")
     report: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -334,16 +334,23 @@ def gradient_kernel(
     dq = dq * (tl.exp2(offset) * scale)
     dkr = dkr * tl.exp2(offset)
     down = (1.0 / ANCHOR) / up
+    # unit_q and unit_k carry `up`, as dq and dkr lack it
+    dlog = unit_q * dq + unit_k * dkr - unit_k * (down * ANCHOR) * dkc + tl.where((row == 63)[:, None], last[None, :], 0.0)
     for J in range(4):
         factor = _from_tile(offsets, offset, place, J, K, c, C) * ANCHOR
-        one = _tile_only(column, J, C)
-        dq += _mm(score_q, one, DOT, PRECISION) * factor
-        dkr += _mm(score_k, one, DOT, PRECISION) * factor
-        dcolumn = _mm(turned_q, unit_q * factor, DOT, PRECISION)
-        dcolumn = _mma(turned_k, unit_k * factor, dcolumn, DOT, PRECISION)
-        dkc += _tile_only(dcolumn * down, J, C)
-    # unit_q and unit_k carry `up`, as dq and dkr lack it
-    dlog = unit_q * dq + unit_k * dkr - column * (ANCHOR * up) * dkc + tl.where((row == 63)[:, None], last[None, :], 0.0)
+        one = _tile_only(column, J, C).to(DOT)
+        row_q = (unit_q * factor).to(DOT)
+        row_k = (unit_k * factor).to(DOT)
+        by_row = _mm(score_q, one, DOT, PRECISION)
+        dq += by_row * factor
+        # a pair of tokens adds to dG at the later one what it takes at the earlier: from the same rounded operands, so that this cancels
+        dlog += by_row * row_q.to(tl.float32)
+        by_row = _mm(score_k, one, DOT, PRECISION)
+        dkr += by_row * factor
+        dlog += by_row * row_k.to(tl.float32)
+        by_column = _mma(turned_k, row_k, _mm(turned_q, row_q, DOT, PRECISION), DOT, PRECISION)
+        dlog -= by_column * one.to(tl.float32)
+        dkc += _tile_only(by_column * down, J, C)
     dlog = tl.cumsum(dlog, 0, reverse=True)
     rate = tl.exp(tl.load(A_log + h).to(tl.float32))
     draw = dlog * gate * (1 - gate) * (lower_bound * rate)

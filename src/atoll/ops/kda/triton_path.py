@@ -24,8 +24,8 @@ VALUE_WIDTHS = (16, 32, 64, 128, 256)
 class Config(NamedTuple):
     """Fixed launch settings: value columns a program, warps and pipeline stages of each kernel."""
 
-    prepare_channels: int = 64
-    prepare_warps: int = 8
+    prepare_channels: int = 32
+    prepare_warps: int = 4
     prepare_stages: int = 1
     prepare_registers: int = 0  # most registers a thread; 0 leaves it to the compiler
     inverse_warps: int = 4
@@ -42,6 +42,10 @@ class Config(NamedTuple):
     gradient_registers: int = 0
     key_precision: str = "tf32"  # operands of key scores: "tf32" or "bf16"
     inverse_precision: str = "tf32"
+
+
+BFLOAT16 = Config()
+FLOAT32 = Config(prepare_channels=64, prepare_warps=8, scan_columns=32, back_columns=32, gradient_columns=32, inverse_precision="tf32x3")
 
 
 class Table(NamedTuple):
@@ -95,17 +99,11 @@ class _Call(NamedTuple):
     config: Config
 
 
-def _call(q: Tensor, v: Tensor, table: Table, scale: float, lower_bound: float, config: Config) -> _Call:
+def _call(q: Tensor, v: Tensor, table: Table, scale: float, lower_bound: float, config: Config | None) -> _Call:
     wide = q.dtype == torch.float32 or v.dtype == torch.float32
+    config = config or (FLOAT32 if wide else BFLOAT16)
     dot = tl.float32 if wide else tl.bfloat16
     key_dot = tl.float32 if wide or config.key_precision != "bf16" else tl.bfloat16
-    if wide:
-        # float32 operands take twice the room
-        config = config._replace(
-            inverse_precision="tf32x3", prepare_channels=min(config.prepare_channels, 64), prepare_warps=8, prepare_registers=0, gradient_columns=min(config.gradient_columns, 32),
-            scan_columns=min(config.scan_columns, 32), scan_warps=4, scan_stages=1,
-            back_columns=min(config.back_columns, 32), back_warps=4, back_stages=1,
-        )  # fmt: skip
     store = torch.float32 if wide else torch.bfloat16
     return _Call(table, q.shape[2], q.shape[3], v.shape[3], scale, lower_bound, dot, store, "tf32x3" if wide else "tf32", key_dot, config)
 
@@ -205,7 +203,7 @@ def _gradients(
 class _TritonKDA(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, table: Table, scale: float, bound: float, config: Config, state: Tensor | None, want: bool, *inputs: Tensor
+        ctx: Any, table: Table, scale: float, bound: float, config: Config | None, state: Tensor | None, want: bool, *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         q, _, v = inputs[:3]
         call = _call(q, v, table, scale, bound, config)
@@ -268,4 +266,4 @@ def kda_triton(
     table = chunk_table(tuple(edges), q.device)
     inputs = [x.contiguous() for x in (q, k, v, g, beta, A_log, dt_bias)]
     state = None if initial_state is None else initial_state.contiguous()
-    return _TritonKDA.apply(table, scale, lower_bound, config or Config(), state, output_final_state, *inputs)  # pyright: ignore[reportReturnType]
+    return _TritonKDA.apply(table, scale, lower_bound, config, state, output_final_state, *inputs)  # pyright: ignore[reportReturnType]
