@@ -12,9 +12,10 @@ DEVICE = "cuda" if CARD else "cpu"
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
+from test_kda import random_inputs, relative  # noqa: E402
+
 from atoll.ops.kda import kda, kernel_report  # noqa: E402
 from atoll.ops.kda.triton_path import Config, chunk_table, kda_triton, refusal  # noqa: E402
-from test_kda import random_inputs, relative  # noqa: E402
 
 
 def both(inputs, edges, state, config=None):
@@ -55,7 +56,9 @@ def test_batch_without_state_and_unequal_widths(width, value):
 
 
 def test_channels_in_halves_and_value_blocks():
-    config = Config(prepare_channels=16, gradient_channels=16, scan_columns=16, back_columns=16, gradient_columns=16, inverse_precision="tf32x3")
+    config = Config(
+        prepare_channels=16, gradient_channels=16, scan_columns=16, back_columns=16, gradient_columns=16, inverse_precision="tf32x3"
+    )
     small = random_inputs(1, 66, heads=1, width=32, value=32)
     assert_close(*both(small, None, None, config))
 
@@ -103,3 +106,11 @@ def test_dispatch_counts_and_strictness():
     assert kernel_report() == {"triton": 1}
     with pytest.raises(ValueError, match="lower_bound = None"):
         kda(**inputs, lower_bound=None, backend="triton")
+
+
+def test_no_token_at_all_keeps_the_state():
+    inputs = [value.to(DEVICE) for value in random_inputs(1, 0, heads=1, width=16, value=16, dtype=torch.float32).values()]
+    state = torch.randn(2, 1, 16, 16, device=DEVICE)
+    o, final = kda_triton(*inputs, -5.0, 0.3, state, [0, 0, 0])
+    assert o.shape == (1, 0, 1, 16)
+    assert torch.equal(final, state)

@@ -75,9 +75,7 @@ def _from_tile(offsets, offset, place, J, K: tl.constexpr, c, C: tl.constexpr):
 
 
 @triton.jit
-def gate_kernel(
-    g, A_log, dt_bias, starts, counts, offsets, decay_end, lower_bound, H, K: tl.constexpr, C: tl.constexpr
-):
+def gate_kernel(g, A_log, dt_bias, starts, counts, offsets, decay_end, lower_bound, H, K: tl.constexpr, C: tl.constexpr):
     """One (chunk, head): the cumulative log-decay at the start of each tile and at the end, [5, K], and the chunk's decay.
 
     Apart from `prepare_kernel`, because sums over a tile inside it would each cost a barrier.
@@ -112,7 +110,7 @@ def _inverse(A, BT: tl.constexpr, PRECISION: tl.constexpr):
     eye = tl.where(i == j, 1.0, 0.0)
     block = tl.where(i // 4 == j // 4, A, 0.0)
     inverse = tl.dot(eye - block, tl.dot(block, block, eye, input_precision=PRECISION), input_precision=PRECISION)
-    for level in tl.static_range(2, 6):
+    for level in tl.static_range(2, 6):  # pyright: ignore[reportGeneralTypeIssues]
         low = tl.where((i // (2 << level) == j // (2 << level)) & (i // (1 << level) != j // (1 << level)), A, 0.0)
         low = tl.dot(inverse, low, input_precision=PRECISION)
         inverse = inverse - tl.dot(low, inverse, input_precision=PRECISION)

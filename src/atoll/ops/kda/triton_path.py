@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from atoll.ops.kda import triton_kernels as kernels
 from atoll.ops.kda.tiles import anchor
 
-KEY_WIDTHS = (16, 32, 64, 128)
-VALUE_WIDTHS = (16, 32, 64, 128, 256)
+WIDTHS = (32, 64, 128)  # of keys and of values: those that were checked on a card; the interpreter also runs 16
 
 
 class Config(NamedTuple):
@@ -68,16 +67,17 @@ def chunk_table(boundaries: tuple[int, ...], device: torch.device) -> Table:
     position = (torch.arange(document.numel()) - first[document]) * kernels.TOKENS
     starts = edges[:-1][document] + position
     counts = (lengths[document] - position).clamp_max(kernels.TOKENS)
-    moved = [x.to(device) for x in (starts, counts.to(torch.int32), first.to(torch.int32))]
-    return Table(*moved, document.numel(), numbers.numel())
+    counts, first = counts.to(device, torch.int32), first.to(device, torch.int32)
+    return Table(starts.to(device), counts, first, document.numel(), numbers.numel())
 
 
 def refusal(q: Tensor, v: Tensor, lower_bound: float | None, dtypes: tuple[torch.dtype, ...]) -> str:
     """Why the kernels do not take this call; empty when they do."""
     if lower_bound is None or not -5.9 <= lower_bound < 0:
         return f"lower_bound = {lower_bound} is outside [-5.9, 0)"
-    if q.shape[-1] not in KEY_WIDTHS or v.shape[-1] not in VALUE_WIDTHS:
-        return f"K, V = {q.shape[-1]}, {v.shape[-1]} are not among {KEY_WIDTHS} and {VALUE_WIDTHS}"
+    widths = WIDTHS if q.is_cuda else (16, *WIDTHS)
+    if q.shape[-1] not in widths or v.shape[-1] not in widths:
+        return f"K, V = {q.shape[-1]}, {v.shape[-1]} are not both among {widths}"
     if any(d not in (torch.bfloat16, torch.float32) for d in dtypes):
         return "an input is neither bfloat16 nor float32"
     return ""
@@ -124,25 +124,39 @@ class _Factors(NamedTuple):
     offsets: Tensor
 
 
+def _launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+    if all(grid):  # no chunk, no launch
+        kernel[grid](*arguments, **options)
+
+
 def _prepare(inputs: tuple[Tensor, ...], call: _Call) -> _Factors:
     q, k, _, g, beta, A_log, dt_bias = inputs
     places, size = call.table.chunks * call.heads, kernels.TOKENS
-    wide = [q.new_empty(places, size, call.width, dtype=call.store) for _ in range(3)]
-    square = [q.new_empty(places, size, size, dtype=call.store) for _ in range(2)]
+    query, key, tail = (q.new_empty(places, size, call.width, dtype=call.store) for _ in range(3))
+    inverse, scores = (q.new_empty(places, size, size, dtype=call.store) for _ in range(2))
     inner = q.new_empty(places, size, size, dtype=torch.float32)
     offsets = q.new_empty(places, 5, call.width, dtype=torch.float32)
-    out = _Prepared(*wide, q.new_empty(places, call.width, dtype=torch.float32), *square)
+    out = _Prepared(query, key, tail, q.new_empty(places, call.width, dtype=torch.float32), inverse, scores)
     table, config, channels = call.table, call.config, min(call.config.prepare_channels, call.width)
-    kernels.gate_kernel[(places,)](
+    _launch(kernels.gate_kernel, (places,),
         g, A_log, dt_bias, table.starts, table.counts, offsets, out.decay_end, call.lower_bound, call.heads, K=call.width, C=call.width,
         num_warps=4, num_stages=1,
     )  # fmt: skip
-    kernels.prepare_kernel[(places,)](
-        q, k, g, beta, A_log, dt_bias, table.starts, table.counts, offsets, *wide, inner, out.scores, call.scale, call.lower_bound, call.heads,
+    _launch(kernels.prepare_kernel, (places,),
+        q, k, g, beta, A_log, dt_bias, table.starts, table.counts, offsets, query, key, tail, inner, scores,
+        call.scale, call.lower_bound, call.heads,
         K=call.width, C=channels, ANCHOR=anchor(call.lower_bound), DOT=call.dot, KEYDOT=call.key_dot, PRECISION=call.precision,
         num_warps=config.prepare_warps, num_stages=config.prepare_stages, maxnreg=config.prepare_registers or None,
     )  # fmt: skip
-    kernels.inverse_kernel[(places,)](inner, out.inverse, PRECISION=config.inverse_precision, num_warps=config.inverse_warps, num_stages=1)
+    _launch(
+        kernels.inverse_kernel,
+        (places,),
+        inner,
+        inverse,
+        PRECISION=config.inverse_precision,
+        num_warps=config.inverse_warps,
+        num_stages=1,
+    )
     return _Factors(out, offsets)
 
 
@@ -155,7 +169,7 @@ def _scan(
     entering = v.new_empty(places, call.width, call.value, dtype=call.store)
     updates = v.new_empty(places, size, call.value, dtype=call.store)
     columns = min(config.scan_columns, call.value)
-    kernels.scan_kernel[(call.value // columns, call.heads, table.documents)](
+    _launch(kernels.scan_kernel, (call.value // columns, call.heads, table.documents),
         *made, v, beta, table.starts, table.counts, table.first, state, final, o, entering, updates, call.heads,
         K=call.width, V=call.value, BV=columns, DOT=call.dot, PRECISION=call.precision, HAS_INITIAL=state is not None,
         STORE_FINAL=final is not None, STORE_O=o is not None, STORE_STATES=keep, num_warps=config.scan_warps, num_stages=config.scan_stages,
@@ -164,7 +178,8 @@ def _scan(
 
 
 def _scan_back(
-    made: _Prepared, v: Tensor, o: Tensor, beta: Tensor, updates: Tensor, do: Tensor, dfinal: Tensor | None, dinitial: Tensor | None, call: _Call
+    made: _Prepared, v: Tensor, o: Tensor, beta: Tensor, updates: Tensor, do: Tensor, dfinal: Tensor | None, dinitial: Tensor | None,
+    call: _Call,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dv, gradients of the leaving states, and three sums [3, B, T, H]: beta's logit gradient, <q, dq>, <k, dk>."""
     table, config = call.table, call.config
@@ -173,7 +188,7 @@ def _scan_back(
     dv = torch.empty_like(do)
     leaving = do.new_empty(table.chunks * call.heads, call.width, call.value, dtype=call.store)
     shares = do.new_empty(3, *beta.shape, blocks, dtype=torch.float32)
-    kernels.scan_back_kernel[(blocks, call.heads, table.documents)](
+    _launch(kernels.scan_back_kernel, (blocks, call.heads, table.documents),
         *made, beta, table.starts, table.counts, table.first, updates, v, o, do, dfinal, dinitial, dv, leaving, *shares, call.heads, blocks,
         K=call.width, V=call.value, BV=columns, DOT=call.dot, PRECISION=call.precision,
         HAS_DFINAL=dfinal is not None, STORE_DINITIAL=dinitial is not None, num_warps=config.back_warps, num_stages=config.back_stages,
@@ -182,7 +197,15 @@ def _scan_back(
 
 
 def _gradients(
-    inputs: tuple[Tensor, ...], offsets: Tensor, entering: Tensor, leaving: Tensor, updates: Tensor, do: Tensor, dv: Tensor, sums: Tensor, call: _Call
+    inputs: tuple[Tensor, ...],
+    offsets: Tensor,
+    entering: Tensor,
+    leaving: Tensor,
+    updates: Tensor,
+    do: Tensor,
+    dv: Tensor,
+    sums: Tensor,
+    call: _Call,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, g, A_log, dt_bias."""
     q, k, _, g, _, A_log, dt_bias = inputs
@@ -190,9 +213,10 @@ def _gradients(
     channels = min(config.gradient_channels, call.width)
     dq, dk, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(g)
     dbias, drate = (q.new_empty(table.chunks, call.heads, call.width, dtype=torch.float32) for _ in range(2))
-    kernels.gradient_kernel[(table.chunks * call.heads * (call.width // channels),)](
-        q, k, g, A_log, dt_bias, table.starts, table.counts, offsets, entering, leaving, updates, do, dv, sums[1], sums[2], dq, dk, dg, dbias, drate,
-        call.scale, call.lower_bound, call.heads, K=call.width, C=channels, V=call.value, BV=min(config.gradient_columns, call.value),
+    _launch(kernels.gradient_kernel, (table.chunks * call.heads * (call.width // channels),),
+        q, k, g, A_log, dt_bias, table.starts, table.counts, offsets, entering, leaving, updates, do, dv, sums[1], sums[2],
+        dq, dk, dg, dbias, drate, call.scale, call.lower_bound, call.heads,
+        K=call.width, C=channels, V=call.value, BV=min(config.gradient_columns, call.value),
         ANCHOR=anchor(call.lower_bound), DOT=call.dot, PRECISION=call.precision,
         num_warps=config.gradient_warps, num_stages=config.gradient_stages,
         maxnreg=config.gradient_registers or None,
@@ -212,13 +236,13 @@ class _TritonKDA(torch.autograd.Function):
         final = v.new_empty(table.documents, call.heads, call.width, call.value, dtype=torch.float32) if want else None
         _scan(_prepare(inputs, call).made, v, inputs[4], state, call, o, final, keep=False)
         ctx.save_for_backward(*inputs, o, *([] if state is None else [state]))
-        ctx.call, ctx.want = call, want
+        ctx.call, ctx.want, ctx.has_state = call, want, state is not None
         return o, v.new_empty(0, dtype=torch.float32) if final is None else final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        inputs, o, state = ctx.saved_tensors[:7], ctx.saved_tensors[7], (ctx.saved_tensors[8:] or (None,))[0]
+        inputs, o, state = ctx.saved_tensors[:7], ctx.saved_tensors[7], ctx.saved_tensors[8] if ctx.has_state else None
         call, beta = ctx.call, inputs[4]
         do = grad_outputs[0].contiguous()
         dfinal = grad_outputs[1].contiguous() if ctx.want else None
@@ -233,7 +257,7 @@ class _TritonKDA(torch.autograd.Function):
             None,
             None,
             None,
-            None if dstate is None else dstate.to(state.dtype),
+            None if state is None or dstate is None else dstate.to(state.dtype),
             None,
             dq,
             dk,
