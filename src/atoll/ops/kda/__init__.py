@@ -7,6 +7,7 @@ Paths: `reference.py` token by token, the formula; `chunk.py` in chunks, plain t
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 
 from torch import Tensor
@@ -23,7 +24,10 @@ _calls: Counter[str] = Counter()
 
 
 def kernel_report(clear: bool = False) -> dict[str, int]:
-    """How many `kda` calls took each path since the start or the last clear: {"chunk": 12, ...}."""
+    """How many `kda` calls took each path since the start or the last clear, with the reason when a faster path was passed over.
+
+    For example {"triton": 12, "chunk (lower_bound = None is outside [-5.9, 0))": 3}. `backend="triton"` raises instead of falling back.
+    """
     report = dict(_calls)
     if clear:
         _calls.clear()
@@ -64,16 +68,36 @@ def _boundaries(cu_seqlens: Tensor, batch: int, length: int) -> list[int]:
     return edges
 
 
-def _choose(backend: str, q: Tensor, lower_bound: float | None) -> str:
+def _triton_refusal(q: Tensor, v: Tensor, lower_bound: float | None, tensors: tuple[Tensor, ...]) -> str:
+    """Why the Triton kernels cannot take this call; empty when they can."""
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the tensors are not on a GPU"
+    try:
+        from atoll.ops.kda.triton_path import refusal
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return refusal(q, v, lower_bound, tuple(t.dtype for t in tensors))
+
+
+def _choose(backend: str, q: Tensor, v: Tensor, lower_bound: float | None, tensors: tuple[Tensor, ...]) -> tuple[str, str]:
+    """The path, and why a faster one was passed over."""
     if backend not in _BACKENDS:
         raise ValueError(f"kda: backend = {backend!r}; it must be one of {', '.join(_BACKENDS)}")
-    if backend in ("triton", "fla"):
-        raise ValueError(f"kda: backend = {backend!r} is not available here; use auto, chunk or recurrent")
+    if backend == "fla":
+        raise ValueError("kda: backend = 'fla' is not connected yet; use auto, triton, chunk or recurrent")
+    if backend == "triton":
+        reason = _triton_refusal(q, v, lower_bound, tensors)
+        if reason:
+            raise ValueError(f"kda: backend = 'triton': {reason}; use auto or chunk")
+        return backend, ""
     if backend != "auto":
-        return backend
+        return backend, ""
+    reason = _triton_refusal(q, v, lower_bound, tensors) if q.is_cuda else ""
+    if q.is_cuda and not reason:
+        return "triton", ""
     if q.shape[1] <= 1 or (lower_bound is not None and -lower_bound > anchor_limit()):
-        return "recurrent"
-    return "chunk"
+        return "recurrent", reason
+    return "chunk", reason
 
 
 def kda(
@@ -120,9 +144,15 @@ def kda(
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"kda: lower_bound = {lower_bound}; it must be negative, or None for unbounded decay")
     boundaries = None if cu_seqlens is None else _boundaries(cu_seqlens, k.shape[0], k.shape[1])
-    path = _choose(backend, q, lower_bound)
-    _calls[path] += 1
-    run = kda_recurrent if path == "recurrent" else kda_chunk
+    path, reason = _choose(backend, q, v, lower_bound, (q, k, v, g, beta))
+    _calls[f"{path} ({reason})" if reason else path] += 1
     factor = k.shape[3] ** -0.5 if scale is None else float(scale)
-    o, final = run(q, k, v, g, beta, A_log, dt_bias, lower_bound, factor, initial_state, boundaries)
+    if path == "triton":
+        from atoll.ops.kda.triton_path import kda_triton
+
+        assert lower_bound is not None
+        o, final = kda_triton(q, k, v, g, beta, A_log, dt_bias, lower_bound, factor, initial_state, boundaries, output_final_state)
+    else:
+        run = kda_recurrent if path == "recurrent" else kda_chunk
+        o, final = run(q, k, v, g, beta, A_log, dt_bias, lower_bound, factor, initial_state, boundaries)
     return o, final if output_final_state else None
