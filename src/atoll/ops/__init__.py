@@ -3,7 +3,7 @@
 # Bound here, at once, and not on first use: importing the folder atoll.ops.kda would put the module where the function belongs.
 from atoll.ops.attn_res import attn_res
 from atoll.ops.experts import experts_mlp
-from atoll.ops.kda import kda, kda_step
+from atoll.ops.kda import kda, kda_step, kernel_report
 from atoll.ops.mxfp4 import mxfp4_dequantize, mxfp4_quantize
 from atoll.ops.routing import QuantileHistogram, quantile_bias, route
 from atoll.ops.situ import situ_glu
@@ -14,6 +14,7 @@ __all__ = [
     "experts_mlp",
     "kda",
     "kda_step",
+    "kernel_report",
     "mxfp4_dequantize",
     "mxfp4_quantize",
     "quantile_bias",
