@@ -119,6 +119,7 @@ class OptimConfig:
 
     lr: float = 4e-3  # peak learning rate of Muon
     adam_lr: float = 4e-3  # peak learning rate of AdamW
+    router_lr: float = 2e-4  # peak learning rate of the routers; faster, and their scores outrun the balancing bias
     min_lr: float = 0.0  # share of the peak left at the end of the cosine
     warmup: float = 0.01  # share of the steps spent in linear warm-up
     weight_decay: float = 0.1  # decoupled weight decay of matrices
@@ -448,7 +449,7 @@ def _validate_train(config: Config) -> None:
         "train.",
         ["steps", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"],
     )
-    _positive(o, "optim.", ["lr", "adam_lr", "eps", "grad_clip", "qk_clip"])
+    _positive(o, "optim.", ["lr", "adam_lr", "router_lr", "eps", "grad_clip", "qk_clip"])
     if t.steps is None and t.minutes is None:
         _refuse("train.steps", None, "set train.steps or train.minutes")
     if not 0 < d.heldout < 1:

@@ -48,14 +48,14 @@ class ModelOptimizer:
             group = {"params": [named[n] for n in muon], "blocks": [self.rules[n].blocks for n in muon], "peak": config.lr}
             rule = Muon([group], config.lr, config.weight_decay, config.momentum, config.nesterov, ns_dtype=ns_dtype)
             self.parts["muon"] = (rule, muon)
-        by_kind: dict[tuple[bool, float], list[str]] = {}
+        by_kind: dict[tuple[bool, str], list[str]] = {}
         for name, r in self.rules.items():
             if r.kind == "adamw":
-                by_kind.setdefault((r.decay, r.rate), []).append(name)
+                by_kind.setdefault((r.decay, r.peak), []).append(name)
         if by_kind:
             groups = [
-                {"params": [named[n] for n in names], "weight_decay": config.weight_decay * decay, "peak": config.adam_lr * rate}
-                for (decay, rate), names in by_kind.items()
+                {"params": [named[n] for n in names], "weight_decay": config.weight_decay * decay, "peak": getattr(config, peak)}
+                for (decay, peak), names in by_kind.items()
             ]
             adam = AdamW(groups, lr=config.adam_lr, betas=config.betas, eps=config.eps)
             self.parts["adamw"] = (adam, [n for names in by_kind.values() for n in names])

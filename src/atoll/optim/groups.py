@@ -20,12 +20,6 @@ from atoll.optim.muon import Blocks
 
 WHOLE = Blocks()
 
-# Balancing answers a batch with the bias of the next, so it holds only as far as scores stay put between two steps. AdamW moves
-# every weight of the router by about the learning rate, in step with the others of its row: at the full rate of 4e-3 the scores
-# outran the bias (preset tiny, 25 steps: MaxVio 53, 80 % of the last layer's experts dead), at a tenth they did not (MaxVio 15,
-# 2 % dead, and a slightly lower loss).
-ROUTER_RATE = 0.1
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -34,7 +28,7 @@ class Rule:
     kind: Literal["muon", "adamw"]
     decay: bool  # whether weight decay pulls it towards zero
     blocks: Blocks = WHOLE  # Muon only: what is orthogonalised by itself
-    rate: float = 1.0  # factor on the learning rate
+    peak: Literal["lr", "adam_lr", "router_lr"] = "lr"  # setting in [optim] that holds the peak learning rate
     why: str = ""  # shown by `describe`
 
 
@@ -46,19 +40,22 @@ def rule(name: str, parameter: Tensor, model: ModelConfig, experts: Literal["muo
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if leaf == "embed_tokens":
         # A row without a token in the batch has no gradient; decay would only shrink it.
-        return Rule("adamw", False, why="embedding")
+        return Rule("adamw", False, peak="adam_lr", why="embedding")
     if leaf == "lm_head":
-        return Rule("adamw", True, why="output head")
+        return Rule("adamw", True, peak="adam_lr", why="output head")
     if leaf in ("A_log", "dt_bias") or "norm" in leaf or parameter.dim() < 2:
-        return Rule("adamw", False, why="scale or bias")
+        return Rule("adamw", False, peak="adam_lr", why="scale or bias")
     if leaf.endswith("_res_proj"):
-        return Rule("adamw", False, why="depth query")
+        return Rule("adamw", False, peak="adam_lr", why="depth query")
     if leaf.endswith("conv1d"):
-        return Rule("adamw", False, why="convolution taps")
+        return Rule("adamw", False, peak="adam_lr", why="convolution taps")
     if leaf == "gate":
-        return Rule("adamw", True, rate=ROUTER_RATE, why="router")
+        # Balancing answers a batch with the bias of the next: it holds only while scores stay put between two steps.
+        return Rule("adamw", True, peak="router_lr", why="router")
     if ".experts." in name and parameter.dim() == 3:
-        return Rule(experts, True, why="one block an expert" if experts == "muon" else "routed experts")
+        if experts == "muon":
+            return Rule("muon", True, why="one block an expert")
+        return Rule("adamw", True, peak="adam_lr", why="routed experts")
     blocks = _head_blocks(leaf, name, model)
     return Rule("muon", True, blocks, why="one block a head" if blocks.rows else "whole matrix")
 
