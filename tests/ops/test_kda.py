@@ -1,8 +1,8 @@
 """KDA, chunked and token by token: golden vectors, equality in float64, causality to the bit, states, packing, refusals."""
 
+import importlib
 from pathlib import Path
 
-import importlib
 import pytest
 import torch
 from safetensors import safe_open
