@@ -88,7 +88,7 @@ def test_resume_refuses_other_settings_and_names_the_first(finished: Path, tmp_p
     out = copy(finished, tmp_path)
     kept = load_config(out / "config.toml")
     other = dataclasses.replace(kept, optim=dataclasses.replace(kept.optim, lr=0.5))
-    refused(lambda: train.run(other, out, resume=True), "optim.lr = 0.5", "0.004")
+    refused(lambda: train.run(other, out, resume=True), "optim.lr = 0.5", str(kept.optim.lr))
 
 
 def test_resume_refuses_text_that_changed(finished: Path, tmp_path: Path) -> None:
@@ -103,7 +103,9 @@ def test_resume_refuses_text_that_changed(finished: Path, tmp_path: Path) -> Non
 def test_resume_refuses_settings_edited_in_the_folder(finished: Path, tmp_path: Path) -> None:
     out = cut(copy(finished, tmp_path), 8)
     toml = (out / "config.toml").read_text()
-    (out / "config.toml").write_text(toml.replace("momentum = 0.95", "momentum = 0.5"))
+    edited = toml.replace("\nmomentum = ", "\nmomentum = 0.5 # ")
+    assert edited != toml
+    (out / "config.toml").write_text(edited)
     refused(lambda: train.run(None, out, resume=True), "step-8", "other settings")
 
 
@@ -224,3 +226,27 @@ def test_metrics_are_cut_at_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     folder.cut_metrics(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == "\n".join(lines[:3]) + "\n"
+
+
+def test_a_mistake_before_the_first_step_leaves_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def mistaken() -> None:
+        with folder.taken(out, resume=False):
+            (out / folder.TRIAL).mkdir()
+            raise UserError("data.source = 'x': no such file")
+
+    refused(mistaken, "data.source")
+    assert not out.exists()
+
+
+def test_a_folder_in_use_is_not_cleared_by_who_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with folder.taken(out, resume=False):
+
+        def second() -> None:
+            with folder.taken(out, resume=False):
+                pass
+
+        refused(second, "in use")
+        assert (out / folder.LOCK).exists()

@@ -108,5 +108,5 @@ def test_gives_up_when_every_step_is_bad(standin_model: None, monkeypatch: pytes
     monkeypatch.setattr("atoll.train.trainer.GIVE_UP", 3)
     poison(monkeypatch, 0, 1.0)
     monkeypatch.setattr(Guard, "judge", lambda self, loss, norm: self.in_a_row.add_(1).clamp(max=1).float())
-    with pytest.raises(UserError, match=r"optim\.lr = 0\.004: the last 3 steps had to be skipped"):
+    with pytest.raises(UserError, match=r"optim\.lr = 0\.016: the last 3 steps had to be skipped"):
         train.run(micro_config(tmp_path), tmp_path / "run")

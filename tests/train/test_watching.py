@@ -47,7 +47,7 @@ def test_duration(seconds: float, text: str) -> None:
 def test_a_run_shows_and_records_all_that_is_to_be_watched(standin_model: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = train.run(micro_config(tmp_path), tmp_path / "run")
     text = capsys.readouterr().out
-    live = r"step 12/12 · 2k · loss \d\.\d{3} · \d\.\d{3} bits/byte · [\d,]+ tokens/s · ETA \d:\d\d"
+    live = r"step 12/12 · 1k · loss \d\.\d{3} · \d\.\d{3} bits/byte · [\d,]+ tokens/s · ETA \d:\d\d"
     live += r" · dead \d+ · MaxVio \d\.\d\d · grad \d\.\d\d"
     assert re.search(live, text)
     assert "bits per byte on held-out text" in text
@@ -56,7 +56,7 @@ def test_a_run_shows_and_records_all_that_is_to_be_watched(standin_model: None, 
     lines = metrics(out)
     steps = [line for line in lines if "kind" not in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
-    assert [line["stage"] for line in steps] == ["512"] * 10 + ["2k"] * 2
+    assert [line["stage"] for line in steps] == ["512"] * 10 + ["1k"] * 2
     assert all(line["tokens"] == 256 for line in steps)
     assert all(0 < line["max_vio_mean"] <= line["max_vio"] < 7 for line in steps)
     assert [line["step"] for line in lines if line.get("kind") == "validation"] == [5, 10, 12]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,13 +51,25 @@ def taken(out: Path, resume: bool) -> Iterator[Path]:
         handle = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"out = {str(out)!r}: cannot be written ({error.strerror}); give another folder") from None
+    held = False
     try:
         _lock(handle, out)
+        held = True
         if not resume and any(not p.name.startswith(".") for p in out.iterdir()):
             raise UserError(f"out = {str(out)!r}: already holds a run; go on with it by --resume {out}, or give a new folder")
         yield out
     finally:
+        if held and all(p.name.startswith(".") for p in out.iterdir()):
+            _leave_nothing(out)
         os.close(handle)  # the lock goes with it
+
+
+def _leave_nothing(out: Path) -> None:
+    """Take away a folder in which no run began: a mistake found before the first step leaves nothing behind."""
+    shutil.rmtree(out / TRIAL, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (out / LOCK).unlink()
+        out.rmdir()
 
 
 def _lock(handle: int, out: Path) -> None:
