@@ -298,3 +298,23 @@ def test_probes_record_every_mechanism():
     assert [layer for layer, _ in record["decay"]] == [0, 1, 2]
     assert all((g > -5).all() and (g < 0).all() for _, g in record["decay"])
     assert [int(load.sum()) for load in record["load"]] == [50 * 3] * 4
+
+
+def test_free_routing_flips_only_near_ties_in_float32(record_property):
+    """What later tokens may change of an earlier token's experts in float32: nothing but a tie, and the ties are reported."""
+    model, scores = build(dtype=torch.float32).eval(), []
+    hooks = [m.gate.register_forward_hook(lambda _, __, out: scores.append(out)) for m in model.moe_layers()]
+    ids, at = tokens(1, 97), 60
+    first = model(ids).routing
+    biased = [s[:at] + m.gate.e_score_correction_bias for s, m in zip(scores, model.moe_layers(), strict=True)]
+    for hook in hooks:
+        hook.remove()
+    changed = ids.clone()
+    changed[:, at:] = tokens(1, 97 - at, seed=7)
+    flips = 0
+    for a, b, s in zip(first, model(changed).routing, biased, strict=True):
+        moved = (a[:at].sort(1).values != b[:at].sort(1).values).any(1)
+        best = s.topk(4, dim=1).values
+        assert (best[moved, 2] - best[moved, 3] < 1e-5).all()
+        flips += int(moved.sum())
+    record_property("flipped_token_layers", flips)
