@@ -198,7 +198,7 @@ def load_config(name: str | Path, overrides: dict[str, Any] | None = None) -> Co
     base = Config()
     if (parent := tree.pop("preset", None)) is not None:
         base = load_config(str(parent))
-    config = _merge(base, tree, "")
+    config = merge(base, tree, "")
     for key, value in (overrides or {}).items():
         config = _override(config, key, value)
     validate(config)
@@ -240,7 +240,7 @@ def _unknown(cls: type, key: str, prefix: str) -> typing.NoReturn:
     raise ConfigError(f"{prefix}{key}: no such setting; {hint}")
 
 
-def _merge(base: Any, tree: dict[str, Any], prefix: str) -> Any:
+def merge(base: Any, tree: dict[str, Any], prefix: str) -> Any:
     """`base` with the nested `tree` laid over it."""
     hints, changes = _hints(type(base)), {}
     for key, value in tree.items():
@@ -250,7 +250,7 @@ def _merge(base: Any, tree: dict[str, Any], prefix: str) -> Any:
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
                 _refuse(name, value, f"a table of settings is expected, as [{name}]")
-            changes[key] = _merge(getattr(base, key), value, name + ".")
+            changes[key] = merge(getattr(base, key), value, name + ".")
         elif key == "stages":
             changes[key] = _read_stages(value)
         else:
@@ -261,7 +261,7 @@ def _merge(base: Any, tree: dict[str, Any], prefix: str) -> Any:
 def _read_stages(value: Any) -> tuple[StageConfig, ...]:
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         _refuse("stages", value, "a list of tables is expected, as [[stages]]")
-    return tuple(_merge(StageConfig(), v, f"stages.{i}.") for i, v in enumerate(value))
+    return tuple(merge(StageConfig(), v, f"stages.{i}.") for i, v in enumerate(value))
 
 
 def _override(config: Any, key: str, value: Any, prefix: str = "") -> Any:

@@ -22,6 +22,15 @@ def cache_folder(cache: str, kind: str) -> Path:
     return folder
 
 
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's contents, or a folder's names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextlib.contextmanager
 def writing(path: Path, setting: str = "data.cache") -> Iterator[None]:
     """Turn a full disk or a forbidden folder into one line that names the setting."""

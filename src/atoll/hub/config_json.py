@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from atoll.config import ConfigError, ModelConfig, UserError, _merge, validate_model
+from atoll.config import ConfigError, ModelConfig, UserError, merge, validate_model
 
 # Keys that are fields of the same name; SHAPES must stand in a file, the rest have defaults.
 OPTIONAL = ("q_lora_rank", "moe_renormalize", "routed_scaling_factor", "rms_norm_eps", "initializer_range")
@@ -187,7 +187,7 @@ def _translated(text: dict[str, Any], linear: dict[str, Any], name: str) -> dict
 
 def _build(fields: dict[str, Any], name: str) -> ModelConfig:
     try:
-        m = _merge(ModelConfig(), fields, "")  # checks and converts every value as in a TOML file
+        m = merge(ModelConfig(), fields, "")  # checks and converts every value as in a TOML file
         validate_model(m)
     except ConfigError as error:
         raise UserError(f"{name}: {error}") from None

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from atoll.config import ModelConfig, UserError
+from atoll.data.cache import sync
 from atoll.hub import config_json
 from atoll.hub.layout import Slot, config_of, pack, slots
 from atoll.hub.load import INDEX, SINGLE
@@ -144,8 +145,8 @@ def _aside(folder: Path) -> Iterator[Path]:
         aside.chmod(0o755)
         yield aside
         for path in aside.iterdir():
-            _sync(path)
-        _sync(aside)
+            sync(path)
+        sync(aside)
         _swap(aside, folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -163,12 +164,4 @@ def _swap(aside: Path, folder: Path) -> None:
         os.replace(folder, old)
         os.replace(aside, folder)
         shutil.rmtree(old, ignore_errors=True)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(folder.parent)

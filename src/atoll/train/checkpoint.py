@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from atoll.config import UserError
+from atoll.data.cache import sync
 
 FORMAT = 1
 META = "checkpoint.json"
@@ -115,15 +116,6 @@ def write_whole(path: Path, text: str) -> None:
     sync(aside)
     os.replace(aside, path)
     sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until the disk has a file's contents, or a folder's names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _describe(path: Path) -> dict[str, Any]:
