@@ -1,11 +1,13 @@
 # make train   sets up .venv and trains the whole blueprint, small, on this machine's own text
 # make test    sets up .venv and passes lint, types, the import contract and the tests
+# make test-adapters   sets up .venv-adapters and holds Atoll against mlx-lm, transformers, trl, peft and compressed-tensors
 # A fresh machine needs Python 3.11 or newer, make and git.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+ADAPTERS := .venv-adapters
 
 # Extra words for every `pip install`, for instance another index or a proxy.
 ATOLL_PIP_ARGS ?=
@@ -16,10 +18,10 @@ ARGS ?=
 
 # Tests run side by side on this many processes, each with one thread.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/adapters
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint format clean
+.PHONY: help setup train test test-adapters test-all lint format clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -33,7 +35,10 @@ train: $(READY)  ## train CONFIG (tiny) for five minutes; ARGS="--minutes 30" fo
 test: lint  ## lint, types, import contract, and the tests (minutes)
 	$(PYTEST) -m "not slow"
 
-test-all: lint  ## the same with the slow tests
+test-adapters: $(ADAPTERS)/ready  ## what Atoll writes, in the engines that load it (an environment of its own)
+	OMP_NUM_THREADS=1 $(ADAPTERS)/bin/python -m pytest -n $(WORKERS) tests/adapters
+
+test-all: lint test-adapters  ## everything, the slow tests too
 	$(PYTEST)
 
 lint: $(READY)  ## ruff, basedpyright, import-linter
@@ -47,7 +52,7 @@ format: $(READY)  ## put every file into the house's format
 	$(BIN)/ruff format src tests
 
 clean:  ## remove .venv and what tools leave behind; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ADAPTERS) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- the environment
@@ -56,17 +61,20 @@ NOT_CPU := s/^torch==\(.*\)/torch==\1,!=\1+cpu/
 INTERPRETED := triton==3.6.0 'numpy<2.4'
 CARD := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
-$(VENV)/bin/python:
+$(VENV)/bin/python $(ADAPTERS)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  found=$$($(PYTHON) --version 2>/dev/null || echo "not there"); \
 	  echo "make: Python 3.11 or newer is needed, and $(PYTHON) is $$found; give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@D)/..
+
+$(READY): EXTRAS := dev
+$(ADAPTERS)/ready: EXTRAS := dev,oracle
 
 # With an NVIDIA card the CPU build of torch is ruled out; pip's own choice on Linux is then the CUDA build.
-$(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
-	@sed -e '$(if $(filter-out 0,$(CARD)),$(NOT_CPU))' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(ATOLL_PIP_ARGS) -c $(VENV)/constraints.txt -e ".[dev]"
+$(VENV)/ready $(ADAPTERS)/ready: %/ready: pyproject.toml constraints.txt | %/bin/python
+	@sed -e '$(if $(filter-out 0,$(CARD)),$(NOT_CPU))' constraints.txt > $*/constraints.txt
+	$*/bin/python -m pip install --quiet --disable-pip-version-check $(ATOLL_PIP_ARGS) -c $*/constraints.txt -e ".[$(EXTRAS)]"
 	@# Triton's interpreter checks the kernels where there is no card; torch's CUDA build brings its own Triton.
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(ATOLL_PIP_ARGS) $(INTERPRETED) || exit 1; fi
+	@if $*/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then \
+	  $*/bin/python -m pip install --quiet --disable-pip-version-check $(ATOLL_PIP_ARGS) $(INTERPRETED) || exit 1; fi
 	@touch $@
