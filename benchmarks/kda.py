@@ -127,20 +127,29 @@ def check_causal(config: path.Config | None) -> dict:
     return {str(key): value for key, value in result.items()}
 
 
-def check(config: path.Config | None) -> list[dict]:
-    results = []
+def cases() -> list[tuple]:
+    """(name, shape, dtype, regime, edges, with_state), grouped by what has to be compiled."""
     packed = [0, 1, 1, 18, 85, 300, 364, 500]
-    for dtype, regime in itertools.product(
-        (torch.bfloat16, torch.float32), ("random", "high", "low", "mixed", "identical", "correlated", "small")
+    result: list[tuple] = []
+    for dtype, (width, value) in itertools.product(
+        (torch.bfloat16, torch.float32), ((32, 32), (64, 64), (32, 128), (128, 64), (256, 256), (256, 64))
     ):
-        name = f"{str(dtype)[6:]} {regime}"
-        results.append(check_case(f"{name} packed 500x3x128 states", (1, 500, 3, 128, 128), dtype, regime, packed, True, config))
-    for dtype, (width, value) in itertools.product((torch.bfloat16, torch.float32), ((32, 32), (64, 64), (32, 128), (128, 64))):
-        results.append(
-            check_case(f"{str(dtype)[6:]} K {width} V {value} 2x300x5", (2, 300, 5, width, value), dtype, "random", None, True, config)
-        )
-    results.append(check_case("bfloat16 1x4096x8x128 no state", (1, 4096, 8, 128, 128), torch.bfloat16, "random", None, False, config))
-    return [*results, {"causal": check_causal(config)}]
+        result.append((f"{str(dtype)[6:]} K {width} V {value} 2x300x5", (2, 300, 5, width, value), dtype, "random", None, True))
+    for dtype in (torch.bfloat16, torch.float32):
+        for regime in ("random", "high", "low", "mixed", "identical", "correlated", "small"):
+            name = f"{str(dtype)[6:]} {regime} packed 500x3x128 states"
+            result.append((name, (1, 500, 3, 128, 128), dtype, regime, packed, True))
+        name = f"{str(dtype)[6:]} segments 1x6500x2x128, 3 documents, states"
+        result.append((name, (1, 6500, 2, 128, 128), dtype, "random", [0, 5000, 5001, 6500], True))
+    result.append(("bfloat16 1x4096x8x128 no state", (1, 4096, 8, 128, 128), torch.bfloat16, "random", None, False))
+    return result
+
+
+def check(config: path.Config | None, shard: str = "0/1") -> list[dict]:
+    index, count = map(int, shard.split("/"))
+    every = cases()
+    results = [check_case(*case, config) for case in every[index * len(every) // count : (index + 1) * len(every) // count]]
+    return results if index else [*results, {"causal": check_causal(config)}]
 
 
 def bench(run: Callable[[], object], rep: int = 60) -> float:
@@ -184,25 +193,36 @@ def time_shapes(config: path.Config | None) -> dict:
     return result
 
 
-def kernel_times(config: path.Config | None, shape: tuple[int, ...] = FULL) -> dict[str, float]:
-    """Each kernel by itself at `shape`."""
+def kernel_times(config: path.Config | None, shape: tuple[int, ...] = FULL, repeats: int = 12) -> dict[str, float]:
+    """Median milliseconds of each kernel in one forward and one forward + backward at `shape`, by the profiler; calls of a name add up."""
     batch, length, heads, width = shape
-    tensors = inputs(batch, length, heads, width, width, torch.bfloat16)
-    table = path.chunk_table((0, length), tensors[0].device)
-    call = path._call(tensors[0], tensors[2], table, width**-0.5, -5.0, config)
-    v, beta = tensors[2], tensors[4]
-    o, do = torch.empty_like(v), torch.randn_like(v)
-    made, offsets = path._prepare(tuple(tensors), call)
-    entering, updates = path._scan(made, v, beta, None, call, None, None, True)
-    path._scan(made, v, beta, None, call, o, None, False)
-    dv, leaving, sums = path._scan_back(made, v, o, beta, updates, do, None, None, call)
-    return {
-        "prepare": bench(lambda: path._prepare(tuple(tensors), call), 40),
-        "scan": bench(lambda: path._scan(made, v, beta, None, call, o, None, False), 40),
-        "scan_keep": bench(lambda: path._scan(made, v, beta, None, call, None, None, True), 40),
-        "scan_back": bench(lambda: path._scan_back(made, v, o, beta, updates, do, None, None, call), 40),
-        "gradient": bench(lambda: path._gradients(tuple(tensors), offsets, entering, leaving, updates, do, dv, sums, call), 40),
-    }
+    leaves = [x.requires_grad_() for x in inputs(batch, length, heads, width, width, torch.bfloat16)]
+    up = torch.randn_like(leaves[2])
+
+    def forward() -> None:
+        with torch.no_grad():
+            path.kda_triton(*leaves, -5.0, width**-0.5, None, None, False, config)
+
+    def both() -> None:
+        o, _ = path.kda_triton(*leaves, -5.0, width**-0.5, None, None, False, config)
+        torch.autograd.grad(o, leaves, up)
+
+    result: dict[str, float] = {}
+    for label, run in (("forward", forward), ("both", both)):
+        run()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(repeats):
+                run()
+            torch.cuda.synchronize()
+        times: dict[str, list[float]] = {}
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                times.setdefault(event.name[:40], []).append(event.device_time)
+        for name, values in times.items():
+            calls = max(1, round(len(values) / repeats))
+            result[f"{label} {name}"] = round(sorted(values)[len(values) // 2] * calls / 1e3, 4)
+    return result
 
 
 def parse(text: str) -> path.Config:
@@ -259,6 +279,7 @@ def main() -> None:
     parser.add_argument("--parts", default="check,time,variants")
     parser.add_argument("--variants", default="")
     parser.add_argument("--config", default="")
+    parser.add_argument("--shard", default="0/1", help="i/n: this part of the checks, so that kernels compile side by side")
     options = parser.parse_args()
     if options.parts == "one":
         print(json.dumps(kernel_times(parse(options.variants))))
@@ -287,7 +308,7 @@ def main() -> None:
         report["variants"] = time_variants(variants)
         save()
     if "check" in parts:
-        report["check"] = check(config)
+        report["check"] = check(config, options.shard)
         save()
     if "time" in parts:
         report["kernels"] = kernel_times(config)
