@@ -1,13 +1,14 @@
 """What the Triton kernels of chunked KDA share. Imported only where Triton is; launched by `triton_path.py`.
 
-Chunks of 64 tokens, two blocks of 32. Log-decay G is kept in powers of two, counted from the start of a block. Column block j of
-the score matrices has one anchor, 2^SHIFT above the decay at its start, shared by its own rows and by every row below:
+Chunks of 64 tokens, two blocks of 32. Log-decay G is kept in powers of two, counted from the start of each row's block. Scores of
+rows and columns of one block share an anchor 2^SHIFT above the block's start, those of the second block's rows and the first
+block's columns have theirs where the blocks meet, at `half`:
 
-    score[i, j] = <row_i 2^(G_i + SHIFT), key_j 2^(-G_j - SHIFT)>
+    score[i, j] = <row_i 2^(G_i + SHIFT), key_j 2^(-G_j - SHIFT)>        or        <row_i 2^G_i, key_j 2^(half - G_j)>
 
 SHIFT is half of the most that 31 tokens can decay (112 at the bound -5), so both factors stay in the range of bfloat16 and
-float32. The anchor is a constant of the block, so no later token can move an earlier score. Entries above the diagonal may
-overflow and are masked after the product, never multiplied by a mask.
+float32; of the second kind both are at most one. No anchor lies after a row that uses it, so no later token can move an earlier
+score. Entries that are not kept may overflow: they are selected away after the product, never multiplied by a mask.
 
 Intermediates are chunk-major, [chunks * heads, 64, D], filled with zeros past a document's end, so the scans load without masks.
 No kernel reads what another program of the same launch wrote, and no sum is atomic: results do not depend on scheduling.

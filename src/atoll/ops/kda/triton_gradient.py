@@ -6,15 +6,17 @@ import triton
 import triton.language as tl
 
 from atoll.ops.kda.triton_common import LOG2E, dot, dot_to, exp2, gate, load, put, put_rows, rows, strength
-from atoll.ops.kda.triton_prepare import log_decay, norms, product
+from atoll.ops.kda.triton_prepare import log_decay, norms
 
 
 @triton.jit
-def score_gradient_kernel(
-    v, beta, o, starts, counts, turned_inverse, updates, dupdates, do, dv_out, dbeta_out, along_q, along_k, dscores, dinner, scale, H,
-    V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ALONG: tl.constexpr,
+def pair_gradient_kernel(
+    v, beta, o, starts, counts, turned_inverse, updates, dupdates, entering, leaving, do,
+    dv_out, dbeta_out, along_q, along_k, dscores, dinner, dquery, drow, dcol, dend, scale, H,
+    K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, ALONG: tl.constexpr,
 ):  # fmt: skip
-    """With D = N^T dX: dv = beta D, the gradient of beta's logit (1 - beta) <D, X>, and those of both scores, do X^T and -dv X^T.
+    """All products over value channels. With D = N^T dX: dv = beta D, the gradient of beta's logit (1 - beta) <D, X>, those of both
+    scores, do X^T and -dv X^T, and of the decayed queries, keys and tails, do S^T, -dv S^T and X dS'^T; dend = <S, dS'> over values.
 
     `ALONG`: also <q, dq> and <k, dk> of the unit vectors, for programs that hold a part of the channels. o is linear in q, so
     <q, dq> = <o, do>; <k, dk> = (<D, X> - <dv, v>) as row + <D, X> as column.
@@ -31,18 +33,20 @@ def score_gradient_kernel(
     both = tl.zeros([64], tl.float32)
     sum_q = tl.zeros([64], tl.float32)
     sum_k = tl.zeros([64], tl.float32)
-    for b in range(0, V, BV):
+    for b in tl.static_range(0, V, BV):
         x = load(updates, place * (64 * V), 0, b, 64, BV, V)
-        delta = product(inverse, load(dupdates, place * (64 * V), 0, b, 64, BV, V), tl.zeros([64, BV], tl.float32), DOT, PRECISION)
+        delta = tl.dot(inverse, load(dupdates, place * (64 * V), 0, b, 64, BV, V), input_precision=PRECISION)
         both += tl.sum(delta * x.to(tl.float32), 1)
-        dv = delta * factor
-        put_rows(dv_out, dv, base, step, 0, count, b, 64, BV)
+        delta = delta * factor
+        put_rows(dv_out, delta, base, step, 0, count, b, 64, BV)
         up = rows(do, base, step, 0, count, b, 64, BV)
         if ALONG:
             sum_q += tl.sum(up * rows(o, base, step, 0, count, b, 64, BV), 1)
-            sum_k -= tl.sum(dv * rows(v, base, step, 0, count, b, 64, BV), 1)
+            sum_k -= tl.sum(delta * rows(v, base, step, 0, count, b, 64, BV), 1)
+        up = up.to(DOT)
+        down = (-delta).to(DOT)
         by_q = dot_to(up, tl.trans(x), by_q, DOT, PRECISION)
-        by_k = dot_to(-dv, tl.trans(x), by_k, DOT, PRECISION)
+        by_k = dot_to(down, tl.trans(x), by_k, DOT, PRECISION)
     row = tl.arange(0, 64)
     at = (start * H + h) + row * H
     tl.store(dbeta_out + at, (both * (1 - tl.sum(factor, 1))).to(dbeta_out.dtype.element_ty), mask=row < count)
@@ -51,88 +55,117 @@ def score_gradient_kernel(
         tl.store(along_k + at, sum_k + 2 * both, mask=row < count)
     put(dscores, tl.where(row[:, None] >= row[None, :], by_q * scale, 0.0), place * 4096, 0, 0, 64, 64, 64)
     put(dinner, tl.where(row[:, None] > row[None, :], by_k, 0.0), place * 4096, 0, 0, 64, 64, 64)
+    if V != BV:
+        tl.debug_barrier()
+    for c in range(0, K, C):
+        a_q = tl.zeros([64, C], tl.float32)
+        a_row = tl.zeros([64, C], tl.float32)
+        a_col = tl.zeros([64, C], tl.float32)
+        last = tl.zeros([C], tl.float32)
+        for b in tl.static_range(0, V, BV):
+            if V != BV:
+                x = load(updates, place * (64 * V), 0, b, 64, BV, V)
+                up = rows(do, base, step, 0, count, b, 64, BV).to(DOT)
+                down = (-rows(dv_out, base, step, 0, count, b, 64, BV)).to(DOT)
+            state = load(entering, place * (K * V), c, b, C, BV, V)
+            dstate = load(leaving, place * (K * V), c, b, C, BV, V)
+            last += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+            a_q = dot_to(up, tl.trans(state), a_q, DOT, PRECISION)
+            a_row = dot_to(down, tl.trans(state), a_row, DOT, PRECISION)
+            a_col = dot_to(x, tl.trans(dstate), a_col, DOT, PRECISION)
+        put(dquery, a_q, place * (64 * K), 0, c, 64, C, K)
+        put(drow, a_row, place * (64 * K), 0, c, 64, C, K)
+        put(dcol, a_col, place * (64 * K), 0, c, 64, C, K)
+        tl.store(dend + place * K + c + tl.arange(0, C), last)
 
 
 @triton.jit
 def gradient_kernel(
-    q, k, g, A_log, dt_bias, starts, counts, entering, leaving, updates, do, dv, dscores, dinner, along_q, along_k,
+    q, k, g, A_log, dt_bias, starts, counts, dscores, dinner, dquery, drow, dcol, dend, along_q, along_k,
     dq_out, dk_out, dg_out, dbias, drate, scale, lower_bound, H,
-    K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """C channels: gradients of q, k, g, and this chunk's share of those of dt_bias and A_log.
 
     A pair of tokens adds to the gradient of G at the later token what it takes at the earlier; both come from the same rounded
-    operands, so that this cancels. Rows count from the start of either block of columns in turn, as in `score_kernel`.
+    operands, so that this cancels. Anchors as in `score_kernel`.
     """
     place = (tl.program_id(0) // (K // C)).to(tl.int64)
     c = tl.program_id(0) % (K // C) * C
     chunk, h = place // H, place % H
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
-    row = tl.arange(0, 64)[:, None]
+    early = (tl.arange(0, 64) < 32)[:, None]
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    below = (i >= 32) & (j < 32)
     channel = c + tl.arange(0, C)
     back: tl.constexpr = 0.5**SHIFT
-    dq = tl.zeros([64, C], tl.float32)
-    drow = tl.zeros([64, C], tl.float32)
-    dcol = tl.zeros([64, C], tl.float32)
-    last = tl.zeros([C], tl.float32)
-    for b in range(0, V, BV):
-        up = rows(do, (start * H + h) * V, H * V, 0, count, b, 64, BV)
-        down = -rows(dv, (start * H + h) * V, H * V, 0, count, b, 64, BV)
-        state = load(entering, place * (K * V), c, b, C, BV, V)
-        dstate = load(leaving, place * (K * V), c, b, C, BV, V)
-        last += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-        dq = dot_to(up, tl.trans(state), dq, DOT, PRECISION)
-        drow = dot_to(down, tl.trans(state), drow, DOT, PRECISION)
-        dcol = dot_to(load(updates, place * (64 * V), 0, b, 64, BV, V), tl.trans(dstate), dcol, DOT, PRECISION)
     base, step = (start * H + h) * K, H * K
     rate = tl.exp(tl.load(A_log + h).to(tl.float32))
     bias = tl.load(dt_bias + h * K + channel).to(tl.float32)[None, :]
     opened = gate(rows(g, base, step, 0, count, c, 64, C), 0, count, rate, bias, 64)
-    inside, half, end = log_decay(opened, lower_bound * LOG2E, C)
-    whole = inside + tl.where(row < 32, 0.0, half)
-    norm_q = norms(q, base, step, count, K, C)
+    inside, half, late = log_decay(opened, lower_bound * LOG2E, C)
+    up = exp2(inside + SHIFT)
+    from_start = tl.where(early, back, exp2(half) * back) * up
+    rest = exp2(tl.where(early, half, late) - inside)
+    to_end = tl.where(early, exp2(late), 1.0) * rest
     norm_k = norms(k, base, step, count, K, C)
-    unit_q = rows(q, base, step, 0, count, c, 64, C) * norm_q
-    unit_k = rows(k, base, step, 0, count, c, 64, C) * norm_k
-    up = exp2(whole + SHIFT)
-    dq = dq * (up * (scale * back))
-    drow = drow * (up * back)
-    dcol = dcol * exp2(end - whole)
-    taken = unit_k * dcol
-    last = last * tl.sum(exp2(end), 0) + tl.sum(taken, 0)
-    dlog = unit_q * dq + unit_k * drow - taken
-    pairs_q = load(dscores, place * 4096, 0, 0, 64, 64, 64)
-    pairs_k = load(dinner, place * 4096, 0, 0, 64, 64, 64)
-    fall = exp2(-inside - SHIFT)
-    column = (unit_k * fall).to(DOT)
-    for block in tl.static_range(2):
-        mine = (row < 32) == (block == 0)
-        if block == 1:
-            up = exp2(inside + SHIFT)
-        part = tl.where(mine, column, 0.0).to(DOT)
-        row_q = (unit_q * up).to(DOT)
-        row_k = (unit_k * up).to(DOT)
-        by = dot(pairs_q, part, DOT, PRECISION)
-        dq += by * up
-        dlog += by * row_q.to(tl.float32)
-        by = dot(pairs_k, part, DOT, PRECISION)
-        drow += by * up
-        dlog += by * row_k.to(tl.float32)
-        by = dot_to(tl.trans(pairs_k), row_k, dot(tl.trans(pairs_q), row_q, DOT, PRECISION), DOT, PRECISION)
-        by = tl.where(mine, by, 0.0)
-        dlog -= by * column.to(tl.float32)
-        dcol += by * fall
+    unit = rows(k, base, step, 0, count, c, 64, C) * norm_k
+    own = (unit * exp2(-inside - SHIFT)).to(DOT)
+    low = (unit * rest).to(DOT)
+    part = load(dinner, place * 4096, 0, 0, 64, 64, 64)
+    part_own = tl.where(below, 0.0, part).to(DOT)
+    part_low = tl.where(below, part, 0.0).to(DOT)
+    row_own = (unit * up).to(DOT)
+    row_low = (unit * (up * back)).to(DOT)
+    a_col = load(dcol, place * (64 * K), 0, c, 64, C, K).to(tl.float32) * to_end
+    last = tl.load(dend + place * K + channel) * tl.sum(exp2(half + late), 0)
+    last += tl.sum(unit * a_col, 0)
+    a_row = load(drow, place * (64 * K), 0, c, 64, C, K).to(tl.float32) * from_start
+    dlog = unit * (a_row - a_col)
+    by = dot(part_own, own, DOT, PRECISION)
+    a_row += by * up
+    dlog += by * row_own.to(tl.float32)
+    by = dot(part_low, low, DOT, PRECISION)
+    a_row += by * (up * back)
+    dlog += by * row_low.to(tl.float32)
+    turn_own = dot(tl.trans(part_own), row_own, DOT, PRECISION)
+    turn_low = dot(tl.trans(part_low), row_low, DOT, PRECISION)
+    norm_q = norms(q, base, step, count, K, C)
+    unit = rows(q, base, step, 0, count, c, 64, C) * norm_q
+    part = load(dscores, place * 4096, 0, 0, 64, 64, 64)
+    part_own = tl.where(below, 0.0, part).to(DOT)
+    part_low = tl.where(below, part, 0.0).to(DOT)
+    row_own = (unit * up).to(DOT)
+    row_low = (unit * (up * back)).to(DOT)
+    a_q = load(dquery, place * (64 * K), 0, c, 64, C, K).to(tl.float32) * (from_start * scale)
+    dlog += unit * a_q
+    by = dot(part_own, own, DOT, PRECISION)
+    a_q += by * up
+    dlog += by * row_own.to(tl.float32)
+    by = dot(part_low, low, DOT, PRECISION)
+    a_q += by * (up * back)
+    dlog += by * row_low.to(tl.float32)
+    turn_own = dot_to(tl.trans(part_own), row_own, turn_own, DOT, PRECISION)
+    turn_low = dot_to(tl.trans(part_low), row_low, turn_low, DOT, PRECISION)
+    at = (start * H + h) + tl.arange(0, 64)[:, None] * H
     if K == C:
-        sum_q = tl.sum(unit_q * dq, 1)[:, None]
-        sum_k = tl.sum(unit_k * (drow + dcol), 1)[:, None]
+        along = tl.sum(unit * a_q, 1)[:, None]
     else:
-        at = (start * H + h) + row * H
-        sum_q = tl.load(along_q + at, mask=row < count, other=0.0)
-        sum_k = tl.load(along_k + at, mask=row < count, other=0.0)
-    put_rows(dq_out, norm_q * (dq - unit_q * sum_q), base, step, 0, count, c, 64, C)
-    put_rows(dk_out, norm_k * (drow + dcol - unit_k * sum_k), base, step, 0, count, c, 64, C)
+        along = tl.load(along_q + at, mask=i < count, other=0.0)
+    put_rows(dq_out, norm_q * (a_q - unit * along), base, step, 0, count, c, 64, C)
+    dlog -= turn_own * own.to(tl.float32) + turn_low * low.to(tl.float32)
+    dk = a_row + a_col + turn_own * exp2(-inside - SHIFT) + tl.where(early, turn_low * rest, 0.0)
+    unit = rows(k, base, step, 0, count, c, 64, C) * norm_k
+    if K == C:
+        along = tl.sum(unit * dk, 1)[:, None]
+    else:
+        along = tl.load(along_k + at, mask=i < count, other=0.0)
+    put_rows(dk_out, norm_k * (dk - unit * along), base, step, 0, count, c, 64, C)
+    raw = rows(g, base, step, 0, count, c, 64, C)
+    opened = gate(raw, 0, count, rate, bias, 64)
     draw = (tl.cumsum(dlog, 0, reverse=True) + last[None, :]) * (opened * (1 - opened)) * (lower_bound * rate)
     put_rows(dg_out, draw, base, step, 0, count, c, 64, C)
     tl.store(dbias + place * K + channel, tl.sum(draw, 0))
-    tl.store(drate + place * K + channel, tl.sum(draw * (rows(g, base, step, 0, count, c, 64, C) + bias), 0))
+    tl.store(drate + place * K + channel, tl.sum(draw * (raw + bias), 0))

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from atoll.ops.kda import triton_scan as scans
 from atoll.ops.kda.triton_common import BLOCK, TOKENS
-from atoll.ops.kda.triton_gradient import gradient_kernel, score_gradient_kernel
+from atoll.ops.kda.triton_gradient import gradient_kernel, pair_gradient_kernel
 from atoll.ops.kda.triton_prepare import score_kernel, solve_kernel
 
 WIDTHS = (32, 64, 128, 256)  # of keys and of values: those that were checked on a card; the interpreter also runs 16
@@ -31,6 +31,7 @@ class Config(NamedTuple):
 
     score_channels: int = 32
     score_warps: int = 4
+    score_stages: int = 1
     solve_columns: int = 64
     solve_warps: int = 2
     scan_columns: int = 128
@@ -42,10 +43,11 @@ class Config(NamedTuple):
     back_columns: int = 128
     back_warps: int = 8
     back_stages: int = 2
-    pairs_columns: int = 64
-    pairs_warps: int = 4
-    gradient_channels: int = 64
-    gradient_columns: int = 64
+    pairs_channels: int = 64
+    pairs_columns: int = 128
+    pairs_warps: int = 8
+    pairs_stages: int = 1
+    gradient_channels: int = 32
     gradient_warps: int = 8
 
 
@@ -66,9 +68,8 @@ FLOAT32 = Config(
     back_columns=32,
     back_warps=4,
     back_stages=1,
+    pairs_channels=32,
     pairs_columns=32,
-    gradient_channels=32,
-    gradient_columns=32,
 )
 
 
@@ -195,7 +196,7 @@ def _prepare(inputs: tuple[Tensor, ...], call: _Call, inverse: bool) -> _Prepare
         q, k, g, beta, A_log, dt_bias, table.starts, table.counts, query, erase, tail, scores, inner, out.decay_end,
         call.scale, call.lower_bound, call.heads,
         K=call.width, C=min(config.score_channels, call.width), SHIFT=shift(call.lower_bound), DOT=call.dot, PRECISION=call.precision,
-        num_warps=config.score_warps, num_stages=1,
+        num_warps=config.score_warps, num_stages=config.score_stages,
     )  # fmt: skip
     _launch(solve_kernel, (places,),
         v, beta, table.starts, table.counts, inner, erase, write, kept, call.heads,
@@ -249,7 +250,7 @@ def _scan(
     places, size = (table.chunks * call.heads, TOKENS) if keep else (0, 0)
     entering = made.query.new_empty(places, call.width, call.value)
     updates = made.query.new_empty(places, size, call.value)
-    columns, warps, stages = config[7:10] if keep else config[4:7]
+    columns, warps, stages = config[8:11] if keep else config[5:8]
     columns = min(columns, call.value)
     _launch(scans.scan_kernel, (call.value // columns, call.heads, table.segments),
         made.query, made.erase, made.tail, made.write, made.scores, made.decay_end, table.starts, table.counts, table.first,
@@ -267,7 +268,7 @@ def _scan_back(
     table, config = call.table, call.config
     places, size = (table.chunks * call.heads, TOKENS) if keep else (0, 0)
     leaving = made.query.new_empty(places, call.width, call.value)
-    dupdates = made.query.new_empty(places, size, call.value)
+    dupdates = made.query.new_empty(places, size, call.value, dtype=torch.float32)  # N^T, which comes next, would amplify rounding
     columns = min(config.back_columns, call.value)
     _launch(scans.scan_back_kernel, (call.value // columns, call.heads, table.segments),
         made.query, made.erase, made.tail, made.scores, made.decay_end, table.starts, table.counts, table.first,
@@ -296,19 +297,21 @@ def _gradients(
     channels = min(config.gradient_channels, call.width)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
     dscores, dinner = (torch.empty_like(inverse, dtype=call.store) for _ in range(2))
+    dquery, drow, dcol = (q.new_empty(table.chunks * call.heads, TOKENS, call.width, dtype=call.store) for _ in range(3))
     along_q, along_k = (torch.empty_like(beta, dtype=torch.float32) for _ in range(2))
-    _launch(score_gradient_kernel, (table.chunks * call.heads,),
-        v, beta, o, table.starts, table.counts, inverse, updates, dupdates, do, dv, dbeta, along_q, along_k, dscores, dinner,
-        call.scale, call.heads,
-        V=call.value, BV=min(config.pairs_columns, call.value), DOT=call.dot, PRECISION=call.precision, ALONG=channels < call.width,
-        num_warps=config.pairs_warps, num_stages=1,
+    dend, dbias, drate = (q.new_empty(table.chunks, call.heads, call.width, dtype=torch.float32) for _ in range(3))
+    _launch(pair_gradient_kernel, (table.chunks * call.heads,),
+        v, beta, o, table.starts, table.counts, inverse, updates, dupdates, entering, leaving, do,
+        dv, dbeta, along_q, along_k, dscores, dinner, dquery, drow, dcol, dend, call.scale, call.heads,
+        K=call.width, C=min(config.pairs_channels, call.width), V=call.value, BV=min(config.pairs_columns, call.value),
+        DOT=call.dot, PRECISION=call.precision, ALONG=channels < call.width,
+        num_warps=config.pairs_warps, num_stages=config.pairs_stages,
     )  # fmt: skip
-    dbias, drate = (q.new_empty(table.chunks, call.heads, call.width, dtype=torch.float32) for _ in range(2))
     _launch(gradient_kernel, (table.chunks * call.heads * (call.width // channels),),
-        q, k, g, A_log, dt_bias, table.starts, table.counts, entering, leaving, updates, do, dv, dscores, dinner, along_q, along_k,
+        q, k, g, A_log, dt_bias, table.starts, table.counts, dscores, dinner, dquery, drow, dcol, dend, along_q, along_k,
         dq, dk, dg, dbias, drate, call.scale, call.lower_bound, call.heads,
-        K=call.width, C=channels, V=call.value, BV=min(config.gradient_columns, call.value),
-        SHIFT=shift(call.lower_bound), DOT=call.dot, PRECISION=call.precision, num_warps=config.gradient_warps, num_stages=1,
+        K=call.width, C=channels, SHIFT=shift(call.lower_bound), DOT=call.dot, PRECISION=call.precision,
+        num_warps=config.gradient_warps, num_stages=1,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta, drate.sum((0, 2)).to(A_log.dtype), dbias.sum(0).to(dt_bias.dtype)
 

@@ -27,11 +27,11 @@ def norms(pointer, base, step, count, K: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def log_decay(opened, slope, C: tl.constexpr):
-    """From the gate [64, C]: G from each row's block's start, its sum over the first block, and over both; in powers of two."""
+    """From the gate [64, C]: G from the start of each row's block, and each block's sum; in powers of two."""
     step = opened * slope
+    early = (tl.arange(0, 64) < 32)[:, None]
     inside = tl.reshape(tl.cumsum(tl.reshape(step, [2, 32, C]), 1), [64, C])
-    half = tl.sum(tl.where((tl.arange(0, 64) < 32)[:, None], step, 0.0), 0)[None, :]
-    return inside, half, tl.sum(step, 0)[None, :]
+    return inside, tl.sum(tl.where(early, step, 0.0), 0)[None, :], tl.sum(tl.where(early, 0.0, step), 0)[None, :]
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def score_kernel(
 ):  # fmt: skip
     """query, tail, A_qk, beta A_kk, decay_end = 2^G_end, and into `erase` k 2^G; C channels at once.
 
-    Rows are counted from the start of either block of columns in turn, with the columns of the other block zeroed.
+    One product serves both diagonal blocks of scores, another the block below them.
     """
     place = tl.program_id(0).to(tl.int64)
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -49,39 +49,42 @@ def score_kernel(
     count = tl.load(counts + chunk)
     base = (start * H + h) * K
     step = H * K
-    row = tl.arange(0, 64)[:, None]
+    early = (tl.arange(0, 64) < 32)[:, None]
     rate = tl.exp(tl.load(A_log + h).to(tl.float32))
     norm_q = norms(q, base, step, count, K, C)
     norm_k = norms(k, base, step, count, K, C)
     back: tl.constexpr = 0.5**SHIFT
-    score_q = tl.zeros([64, 64], tl.float32)
-    score_k = tl.zeros([64, 64], tl.float32)
+    own_q = tl.zeros([64, 64], tl.float32)
+    own_k = tl.zeros([64, 64], tl.float32)
+    low_q = tl.zeros([64, 64], tl.float32)
+    low_k = tl.zeros([64, 64], tl.float32)
     for c in range(0, K, C):
         bias = tl.load(dt_bias + h * K + c + tl.arange(0, C)).to(tl.float32)[None, :]
         opened = gate(rows(g, base, step, 0, count, c, 64, C), 0, count, rate, bias, 64)
-        inside, half, end = log_decay(opened, lower_bound * LOG2E, C)
-        tl.store(decay_end + place * K + c + tl.arange(0, C)[None, :], exp2(end))
-        unit_q = rows(q, base, step, 0, count, c, 64, C) * norm_q
-        unit_k = rows(k, base, step, 0, count, c, 64, C) * norm_k
-        whole = inside + tl.where(row < 32, 0.0, half)
-        put(tail, unit_k * exp2(end - whole), place * (64 * K), 0, c, 64, C, K)
-        column = unit_k * exp2(-inside - SHIFT)
-        part = tl.trans(tl.where(row < 32, column, 0.0))
-        up = exp2(whole + SHIFT)
-        row_q = unit_q * up
-        row_k = unit_k * up
-        score_q = dot_to(row_q, part, score_q, DOT, PRECISION)
-        score_k = dot_to(row_k, part, score_k, tl.float32, PRECISION)
-        put(query, row_q * (scale * back), place * (64 * K), 0, c, 64, C, K)
-        put(erase, row_k * back, place * (64 * K), 0, c, 64, C, K)
-        part = tl.trans(tl.where(row < 32, 0.0, column))
-        up = exp2(inside + SHIFT)  # rows of the first block do not count here
-        score_q = dot_to(unit_q * up, part, score_q, DOT, PRECISION)
-        score_k = dot_to(unit_k * up, part, score_k, tl.float32, PRECISION)
-    col = tl.arange(0, 64)[None, :]
-    put(scores, tl.where(row >= col, score_q * scale, 0.0), place * 4096, 0, 0, 64, 64, 64)
+        inside, half, late = log_decay(opened, lower_bound * LOG2E, C)
+        tl.store(decay_end + place * K + c + tl.arange(0, C)[None, :], exp2(half + late))
+        up = exp2(inside + SHIFT)
+        rest = exp2(tl.where(early, half, late) - inside)  # to the end of the row's own block
+        unit = rows(k, base, step, 0, count, c, 64, C) * norm_k
+        own = tl.trans(unit * exp2(-inside - SHIFT))
+        low = unit * rest
+        put(tail, low * tl.where(early, exp2(late), 1.0), place * (64 * K), 0, c, 64, C, K)
+        low = tl.trans(low)
+        from_start = tl.where(early, back, exp2(half) * back)
+        row = unit * up
+        put(erase, row * from_start, place * (64 * K), 0, c, 64, C, K)
+        own_k = dot_to(row, own, own_k, tl.float32, PRECISION)
+        low_k = dot_to(row * back, low, low_k, tl.float32, PRECISION)
+        row = rows(q, base, step, 0, count, c, 64, C) * norm_q * up
+        put(query, row * (from_start * scale), place * (64 * K), 0, c, 64, C, K)
+        own_q = dot_to(row, own, own_q, DOT, PRECISION)
+        low_q = dot_to(row * back, low, low_q, DOT, PRECISION)
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    below = (i >= 32) & (j < 32)
+    put(scores, tl.where(below, low_q, tl.where(i >= j, own_q, 0.0)) * scale, place * 4096, 0, 0, 64, 64, 64)
     factor = strength(beta, start, h, H, 0, count, 64)
-    put(inner, tl.where(row > col, score_k * factor, 0.0), place * 4096, 0, 0, 64, 64, 64)
+    put(inner, tl.where(below, low_k, tl.where(i > j, own_k, 0.0)) * factor, place * 4096, 0, 0, 64, 64, 64)
 
 
 @triton.jit
