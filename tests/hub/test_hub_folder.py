@@ -101,7 +101,7 @@ def test_tokenizer_goes_along(tmp_path, words):
     m = build(vocab_size=300)
     export.save(m, tmp_path / "a", tokenizer=words)
     assert set(files(tmp_path / "a")) == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", *export.REMOTE
     }  # fmt: skip
     config = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
     assert {key: config[f"{key}_token"] for key in ("bos", "eos", "pad")} == {key: f"<|{key}|>" for key in ("bos", "eos", "pad")}
@@ -267,7 +267,7 @@ def test_padding_that_is_not_zero(tmp_path):
 def test_an_older_export_is_replaced_whole(tmp_path, words):
     export.save(build(), tmp_path / "a", tokenizer=words, shard_bytes=20_000)
     export.save(build(), tmp_path / "a")
-    assert set(files(tmp_path / "a")) == {"config.json", "generation_config.json", "model.safetensors"}
+    assert set(files(tmp_path / "a")) == {"config.json", "generation_config.json", "model.safetensors", *export.REMOTE}
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
