@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -36,7 +37,7 @@ def test_every_form_computes_the_same_loss_logits_and_gradients(both):
     ours, theirs = both
     mine, other = ours(IDS, labels=IDS, logits=True), theirs(IDS, labels=IDS)
     assert differs(mine.logits, other.logits) < 1e-9
-    assert abs(float(mine.loss - other.loss)) < 1e-12
+    assert differs(mine.loss, other.loss) < 1e-12
     mine.loss.backward()
     other.loss.backward()
     assert all(p.grad is not None for p in theirs.parameters())
@@ -110,7 +111,7 @@ def hugging_classes() -> dict:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_padding_changes_nothing(blueprint, side, rows):
     ours, theirs = blueprint
-    lengths = [50, 33, 1][-rows:]
+    lengths = [33, 50, 1][:rows]
     ids, mask = torch.zeros(rows, 60, dtype=torch.int64), torch.zeros(rows, 60, dtype=torch.int64)
     alone = []
     for row, n in enumerate(lengths):
@@ -299,9 +300,8 @@ def test_forced_routing_is_taken(blueprint):
     ],
 )
 def test_a_wrong_call_is_answered_in_one_line(blueprint, call, message):
-    with pytest.raises(ValueError, match="") as caught:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         call(blueprint[1])
-    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -81,11 +81,14 @@ class Packing:
     device: torch.device
 
     @classmethod
-    def build(cls, grid: Tensor, mask=None, position_ids=None, cu_seqlens=None, cached: bool = False) -> "Packing":
+    def build(cls, input_ids, inputs_embeds=None, mask=None, position_ids=None, cu_seqlens=None, cache=None) -> "Packing":
         """From what callers know: a 0/1 mask [B, S >= T], positions [B, T] that start anew in every document, or `cu_seqlens`.
 
-        With a cache, positions say nothing new: a row continues one document.
+        With a filled cache, positions say nothing new: a row continues one document.
         """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        grid, cached = input_ids if inputs_embeds is None else inputs_embeds, cache is not None and cache.get_seq_length() > 0
         shape, device = tuple(grid.shape[:2]), grid.device
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < shape[1]):
             raise ValueError("attention_mask: a 0/1 mask [batch, tokens] is expected; 4D masks and static caches are not supported")
@@ -709,15 +712,12 @@ class KimiK3TextModel(KimiK3PreTrainedModel):
         Packed documents: `position_ids` that start anew in each, or `cu_seq_lens_q` [documents + 1]. `routing`: experts to force, ids
         [N, k] a MoE layer. `output_hidden_states` and `output_attentions` are refused: between layers there is no one hidden state.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
         for name in ("output_hidden_states", "output_attentions"):
             if kwargs.get(name):
                 raise ValueError(f"{name} = True: not returned by this model")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = cache if cache is not None else past_key_values
-        if packing is None:
-            packing = Packing.build(x, attention_mask, position_ids, cu_seq_lens_q, cache is not None and cache.get_seq_length() > 0)
+        packing = packing or Packing.build(input_ids, inputs_embeds, attention_mask, position_ids, cu_seq_lens_q, cache)
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(cache, use_cache, packing)
         past = None if cache is None else Past.build(cache, packing, attention_mask)
         forced = iter(routing or [])
@@ -783,17 +783,16 @@ class KimiLinearForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         past_key_values: DynamicCache | None = None,
         cu_seq_lens_q: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T or logits_to_keep, V], and the mean loss over counted targets where `labels` [B, T] are given.
 
         Labels are usually `input_ids`: the shift is made here; -100, padding and a document's first token are not counted.
-        `num_items_in_batch` replaces the count. With `config.logits_with_loss = False` a call with labels returns no logits.
+        `num_items_in_batch` replaces the count; `shift_labels`, already shifted, may stand in for labels. With `config.logits_with_loss = False` a call with labels returns no logits.
         """
+        shift_labels = kwargs.pop("shift_labels", None)  # not in the signature, from which Trainer reads which labels there must be
         cache = cache if cache is not None else past_key_values
-        grid = input_ids if inputs_embeds is None else inputs_embeds
-        packing = Packing.build(grid, attention_mask, position_ids, cu_seq_lens_q, cache is not None and cache.get_seq_length() > 0)
+        packing = Packing.build(input_ids, inputs_embeds, attention_mask, position_ids, cu_seq_lens_q, cache)
         out = self.model(
             input_ids, attention_mask, cache=cache, inputs_embeds=inputs_embeds, use_cache=use_cache, packing=packing, **kwargs
         )
