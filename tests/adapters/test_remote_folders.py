@@ -58,36 +58,17 @@ def test_released_weights_survive_the_round_trip(tmp_path):
 
 
 def test_mlx_lm_takes_what_transformers_saved(tmp_path):
-    from mlx.utils import tree_flatten  # noqa: F401  (mlx is there)
-    from mlx_lm.utils import load_model
-
-    ours = build(torch.float32, use_full_rank_gate=True)
-    export.save(ours.eval(), tmp_path / "a")
-    hugging(tmp_path / "a", torch.float32).save_pretrained(tmp_path / "b")
+    """Strictly. The router's margins in this checkpoint are wide enough for float32."""
     import mlx.core as mx
     import numpy as np
+    from mlx_lm.utils import load_model
 
+    export.save(load(GOLDEN / "k3_tiny"), tmp_path / "a")
+    hugging(tmp_path / "a", torch.float32).save_pretrained(tmp_path / "b")
     model, _ = load_model(tmp_path / "b", strict=True)
-    logits = torch.from_numpy(np.array(model(mx.array(IDS.numpy())).astype(mx.float32)))
-    routing_is_safe = margins(ours) > 1e-4
-    assert routing_is_safe
-    assert differs(logits, ours(IDS).logits) < 1e-4
-
-
-def margins(model) -> float:
-    """The smallest gap between the last chosen expert and the next, over all tokens and layers of IDS."""
-    gaps = []
-
-    def note(gate, args, scores):
-        top = (scores + gate.e_score_correction_bias).topk(3, -1).values
-        gaps.append(float((top[:, 1] - top[:, 2]).min()))
-
-    hooks = [m.gate.register_forward_hook(note) for m in model.moe_layers()]
-    with torch.no_grad():
-        model(IDS)
-    for hook in hooks:
-        hook.remove()
-    return min(gaps)
+    io = load_file(GOLDEN / "k3_tiny" / "io.safetensors")
+    logits = torch.from_numpy(np.array(model(mx.array(io["input_ids"].numpy())).astype(mx.float32)))
+    assert differs(logits, io["logits"]) < 1e-4
 
 
 def test_a_missing_or_foreign_tensor_is_named(tmp_path, caplog):

@@ -27,7 +27,7 @@ class KimiLinearConfig(PreTrainedConfig):
     """
 
     model_type = "kimi_linear"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
     attribute_map = {"num_experts_per_tok": "num_experts_per_token", "num_local_experts": "num_experts"}  # noqa: RUF012
 
     vocab_size: int = 163840
@@ -127,7 +127,7 @@ class KimiK3Config(PreTrainedConfig):
     """The whole model: `text_config`, and room for a `vision_config`."""
 
     model_type = "kimi_k3"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]  # noqa: RUF012
     sub_configs_defaults = {"text_config": KimiLinearConfig}  # noqa: RUF012
 
     text_config: dict | PreTrainedConfig | None = None
