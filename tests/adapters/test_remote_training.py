@@ -186,7 +186,13 @@ def test_trainer_counts_tokens_over_accumulated_batches(tmp_path):
             grads.update({name: p.grad.clone() for name, p in model.named_parameters()})
             return out
 
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1, "save_strategy": "no", "max_grad_norm": 0}
+    options = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 1,
+        "save_strategy": "no",
+        "max_grad_norm": 0,
+    }
     trainer = Look(theirs, arguments(tmp_path / "run", **options, learning_rate=0.0), train_dataset=data)
     trainer.train()
     theirs.zero_grad()
