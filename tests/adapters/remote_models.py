@@ -31,12 +31,21 @@ FORMS = {
     "full residual": {"residual": "full", "latent_moe_use_norm": False, "activation_situ_linear_beta": None},
     "plain residual": {"residual": "plain", "gate_lower_bound": -2.0, "num_shared_experts": 0, "use_full_rank_gate": False},
     "legacy parts": {
-        **{"gate_lower_bound": None, "use_full_rank_gate": False, "mla_use_output_gate": False, "q_lora_rank": None},
-        **{"routed_expert_hidden_size": None, "hidden_act": "silu", "attn_res_block_size": 3, "first_k_dense_replace": 2},
+        "gate_lower_bound": None,
+        "use_full_rank_gate": False,
+        "mla_use_output_gate": False,
+        "q_lora_rank": None,
+        "routed_expert_hidden_size": None,
+        "hidden_act": "silu",
+        "attn_res_block_size": 3,
+        "first_k_dense_replace": 2,
     },
     "other router": {
-        **{"router_weights": "biased", "routed_scaling_factor": 2.446, "moe_renormalize": False},
-        **{"latent_norm_eps": 1e-5, "short_conv_kernel_size": 3},
+        "router_weights": "biased",
+        "routed_scaling_factor": 2.446,
+        "moe_renormalize": False,
+        "latent_norm_eps": 1e-5,
+        "short_conv_kernel_size": 3,
     },
 }
 

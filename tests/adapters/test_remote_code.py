@@ -180,6 +180,45 @@ def test_saturated_gates_stay_finite_and_right(tmp_path):
         assert all(bool(torch.isfinite(p.grad).all()) for p in single.parameters())
 
 
+VECTORS = ["lb_a_packed", "lb_a_packed_zero", "lb_a_sat_hi", "lb_a_sat_lo", "lb_a_sat_mix", "lb_a_t1", "lb_a_t17", "lb_a_t200", "lb_b_t17"]
+
+
+@pytest.mark.parametrize("name", [*VECTORS, "sp_a_sat_mix", "sp_a_t83"])
+def test_delta_attention_on_independent_vectors(name):
+    """Outputs, states and gradients that other implementations computed, documents packed and states given among them."""
+    case, parts = arrays("kda", name), hugging_classes()
+    batch, length = case["q"].shape[:2]
+    lengths = [length] * batch if "cu_seqlens" not in case else case["cu_seqlens"].diff().tolist()
+    packing = parts["Packing"]((1, batch * length), lengths, None, torch.device("cpu"))
+    inputs = {key: case[key].double().requires_grad_() for key in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")}
+    state = case["initial_state"].double().requires_grad_() if "initial_state" in case else None
+    flat = [inputs[key].flatten(0, 1) for key in ("q", "k", "v", "g", "beta")]
+    dt_bias = inputs["dt_bias"].view(case["q"].shape[2:])
+    bound = -5.0 if name.startswith("lb") else None
+    out, final = parts["kda"](*flat, inputs["A_log"], dt_bias, bound, state, packing, "torch")
+    assert differs(out.view(case["o"].shape), case["o"]) < 1e-6
+    assert differs(final, case["final_state"]) < 1e-6
+    loss = (out.view(case["do"].shape) * case["do"]).sum() + ((final * case["dht"]).sum() if state is not None else 0)
+    loss.backward()
+    for key, tensor in inputs.items():
+        assert differs(tensor.grad, case[f"d{key}"]) < 2e-6 * max(1.0, float(case[f"d{key}"].abs().max())), key
+    if state is not None:
+        assert differs(state.grad, case["dinitial_state"]) < 2e-6
+
+
+def test_the_grouped_kernel_is_called_as_it_means():
+    """The CUDA path's one call, on a CPU: the same products and gradients as an expert at a time."""
+    parts, counts = hugging_classes(), torch.tensor([3, 0, 5, 1])
+    rows = torch.randn(9, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+    looped = parts["grouped_linear"](rows, weight, counts)
+    up = torch.randn_like(looped)
+    expected = [looped, *torch.autograd.grad(looped, (rows, weight), up)]
+    grouped = torch.nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    for a, b in zip(expected, [grouped, *torch.autograd.grad(grouped, (rows, weight), up)], strict=True):
+        assert differs(a, b) < 0.1
+
+
 # ---------------------------------------------------------------- types and devices
 
 

@@ -146,8 +146,17 @@ def test_float32_logits_of_a_long_row_never_exist_together(tmp_path, monkeypatch
 
 def arguments(folder, **changes) -> TrainingArguments:
     options = {
-        **{"max_steps": 3, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "per_device_train_batch_size": 2, "use_cpu": True},
-        **{"report_to": [], "logging_steps": 1, "save_steps": 3, "disable_tqdm": True, "save_only_model": True, "seed": 0},
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "logging_steps": 1,
+        "save_steps": 3,
+        "disable_tqdm": True,
+        "save_only_model": True,
+        "seed": 0,
     }
     return TrainingArguments(output_dir=str(folder), **{**options, **changes})
 

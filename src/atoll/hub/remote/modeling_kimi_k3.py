@@ -788,7 +788,8 @@ class KimiLinearForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         """Logits [B, T or logits_to_keep, V], and the mean loss over counted targets where `labels` [B, T] are given.
 
         Labels are usually `input_ids`: the shift is made here; -100, padding and a document's first token are not counted.
-        `num_items_in_batch` replaces the count; `shift_labels`, already shifted, may stand in for labels. With `config.logits_with_loss = False` a call with labels returns no logits.
+        `num_items_in_batch` replaces the count; `shift_labels`, already shifted, may stand in for labels.
+        With `config.logits_with_loss = False` a call with labels returns no logits.
         """
         shift_labels = kwargs.pop("shift_labels", None)  # not in the signature, from which Trainer reads which labels there must be
         cache = cache if cache is not None else past_key_values
