@@ -332,6 +332,8 @@ def test_forced_routing_is_taken(blueprint):
         (lambda m: m(IDS, attention_mask=torch.ones(2, 1, 77, 77)), "attention_mask"),
         (lambda m: m(IDS, cu_seq_lens_q=torch.tensor([0, 77])), "one row"),
         (lambda m: m(IDS[:1], cu_seq_lens_q=torch.tensor([0, 70])), "rise from 0 to 77"),
+        (lambda m: m(IDS[:1], cu_seq_lens_q=torch.tensor([0, 50, 40, 77])), "rise from 0 to 77"),
+        (lambda m: m(IDS[:1], cu_seq_lens_q=torch.tensor([5, 77])), "rise from 0 to 77"),
         (lambda m: m(IDS[:1], position_ids=torch.arange(77)[None] % 30, use_cache=True), "cannot be cached"),
         (lambda m: m(IDS, cache=DynamicCache(), use_cache=True), "DynamicCache(config=model.config)"),
         (lambda m: m(IDS, output_hidden_states=True), "output_hidden_states"),

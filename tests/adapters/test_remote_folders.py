@@ -71,6 +71,20 @@ def test_mlx_lm_takes_what_transformers_saved(tmp_path):
     assert differs(logits, io["logits"]) < 1e-4
 
 
+def test_a_model_made_in_transformers_is_read_by_atoll(tmp_path):
+    """From a few settings alone: what it saves says every setting and holds every tensor."""
+    _, theirs = pair(tmp_path / "a")
+    kind, linear = type(theirs.config), {"num_heads": 2, "head_dim": 8}
+    small = {key: value for key, value in SMALL.items() if not key.startswith("kda_")}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = kind(text_config={**small, **ids, "linear_attn_config": linear, "hidden_act": "situ", "initializer_range": 0.2}, **ids)
+    fresh = type(theirs)(config).eval()
+    fresh.save_pretrained(tmp_path / "b")
+    back = load(tmp_path / "b", dtype=torch.float64)
+    assert back.config.gate_lower_bound is None
+    assert differs(back(IDS).logits, fresh.double()(IDS).logits) < 1e-9
+
+
 def test_a_missing_or_foreign_tensor_is_named(tmp_path, caplog):
     export.save(build(), tmp_path / "a")
     path = tmp_path / "a" / "model.safetensors"

@@ -15,6 +15,7 @@ a conversion mapping (below, at the end) lets `from_pretrained` and `save_pretra
 import math
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -98,16 +99,14 @@ class Packing:
         if cu_seqlens is not None:
             if shape[0] != 1 or real is not None or cached:
                 raise ValueError("cu_seqlens: packed documents come as one row [1, tokens], without padding or cache")
-            return cls(shape, cu_seqlens.diff().tolist(), None, device).checked()
+            edges = cu_seqlens.tolist()
+            if edges[0] != 0 or edges[-1] != shape[1] or sorted(edges) != edges:
+                raise ValueError(f"cu_seqlens must rise from 0 to {shape[1]}, the row's length")
+            return cls(shape, [b - a for a, b in pairwise(edges)], None, device)
         index = None if real is None else real.flatten().nonzero().squeeze(1)
         if position_ids is not None and not cached and shape[1] > 1:
             return cls(shape, _restarts(position_ids.expand(shape), index), index, device)
         return cls(shape, [shape[1]] * shape[0] if real is None else real.sum(1).tolist(), index, device)
-
-    def checked(self) -> "Packing":
-        if min(self.lengths, default=0) < 0 or sum(self.lengths) != self.shape[0] * self.shape[1]:
-            raise ValueError(f"cu_seqlens must rise from 0 to {self.shape[1]}, the row's length")
-        return self
 
     @property
     def packed(self) -> bool:
@@ -165,7 +164,7 @@ def _restarts(position_ids: Tensor, index: Tensor | None) -> list[int]:
 
 @dataclass
 class Past:
-    """The cache of this call, and which of its places [B, 1, T, S] each token may look at (None: all)."""
+    """The cache of this call, and which of its places [B, 1, T, S] each token may look at (None: all, or none was there before)."""
 
     cache: DynamicCache
     mask: Tensor | None
@@ -177,11 +176,13 @@ class Past:
         (_, tokens), past = packing.shape, cache.get_seq_length()
         if mask is not None and mask.shape[1] != past + tokens:
             raise ValueError(f"attention_mask has {mask.shape[1]} columns: {past} cached and {tokens} new tokens need {past + tokens}")
+        if past == 0 or (tokens == 1 and mask is None):
+            return cls(cache, None)
         place, query = torch.arange(past + tokens, device=packing.device), past + torch.arange(tokens, device=packing.device)[:, None]
         seen = place <= query
         if mask is not None:  # padding sees itself, so that its softmax is finite
             seen = (seen & (mask[:, None] != 0)) | (place == query)
-        return cls(cache, None if tokens == 1 and mask is None else seen.view(-1, 1, tokens, past + tokens))
+        return cls(cache, seen.view(-1, 1, tokens, past + tokens))
 
 
 # ---------------------------------------------------------------- delta attention (KDA)
@@ -282,7 +283,7 @@ def kda(q, k, v, z, beta, A_log, dt_bias, lower_bound, state, packing: Packing, 
         out, state = fused(*row, A_log, dt_bias, **options)
         return out[0], state
     dtype = wide(q, A_log)
-    q, k, v, z, beta = (x.to(dtype) for x in (q, k, v, z, beta))
+    q, k, v, z, beta, A_log, dt_bias = (x.to(dtype) for x in (q, k, v, z, beta, A_log, dt_bias))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, beta, g = q * q.shape[-1] ** -0.5, torch.sigmoid(beta), log_decay(z, A_log, dt_bias, lower_bound)
     if state is not None and all(n == 1 for n in packing.lengths):
@@ -830,6 +831,9 @@ class KimiK3ForConditionalGeneration(KimiK3PreTrainedModel, GenerationMixin):
     def base_model(self) -> KimiK3TextModel:
         """The decoder: what trainers call for hidden states."""
         return self.language_model.model
+
+    def get_decoder(self) -> KimiK3TextModel:
+        return self.base_model
 
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.lm_head
