@@ -276,7 +276,8 @@ def atoll_kda(backend: str, x: Tensor):
 
 def kda(q, k, v, z, beta, A_log, dt_bias, lower_bound, state, packing: Packing, backend: str) -> tuple[Tensor, Tensor]:
     """Delta attention of flat tokens, norms and gates inside: q, k, z [N, H, K], v [N, H, V], beta [N, H] raw logits. float32 or wider."""
-    if fused := atoll_kda(backend, q):
+    step = state is not None and all(n == 1 for n in packing.lengths)
+    if (fused := atoll_kda(backend, q)) and not step:
         cu_seqlens = F.pad(packing.ends, (1, 0))
         row = [x[None] for x in (q, k, v, z, beta)]
         options = {"lower_bound": lower_bound, "initial_state": state, "output_final_state": True, "cu_seqlens": cu_seqlens}
@@ -286,7 +287,7 @@ def kda(q, k, v, z, beta, A_log, dt_bias, lower_bound, state, packing: Packing, 
     q, k, v, z, beta, A_log, dt_bias = (x.to(dtype) for x in (q, k, v, z, beta, A_log, dt_bias))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, beta, g = q * q.shape[-1] ** -0.5, torch.sigmoid(beta), log_decay(z, A_log, dt_bias, lower_bound)
-    if state is not None and all(n == 1 for n in packing.lengths):
+    if step:
         return delta_step(q, k, v, g, beta, state)
     return delta_rule(q, k, v, g, beta, state, packing, lower_bound is not None)
 
