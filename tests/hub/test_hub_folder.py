@@ -72,6 +72,23 @@ def test_released_tensors_are_written_back_byte_for_byte(tmp_path, folder, dtype
         assert torch.equal(tensor.contiguous().view(torch.uint8), after[name].view(torch.uint8)), name
 
 
+def test_a_dense_layer_under_the_name_of_sparse_ones_is_read(tmp_path):
+    """As transformers 5.24 saves its own kimi_linear class; a dense layer with both names is still an error."""
+    m = build(**FLAT)
+    export.save(m, tmp_path / "a")
+    dense = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+
+    def rename(tensors):
+        for name in dense:
+            tensors[name.replace(".mlp.", ".block_sparse_moe.")] = tensors.pop(name)
+
+    edit(tmp_path / "a", rename)
+    again = load(tmp_path / "a")
+    assert torch.equal(again.language_model.model.layers[0].mlp.up_proj.weight, m.language_model.model.layers[0].mlp.up_proj.weight)
+    edit(tmp_path / "a", lambda t: t.update({dense[0]: t["model.layers.0.block_sparse_moe.gate_proj.weight"].clone()}))
+    assert "model.layers.0.block_sparse_moe.gate_proj.weight is not part of the model" in refusal(lambda: load(tmp_path / "a"))
+
+
 def test_float32_tensors_stay_float32_in_a_bfloat16_folder(tmp_path):
     export.save(build(torch.bfloat16), tmp_path / "a")
     kinds = {name: t.dtype for name, t in load_file(tmp_path / "a" / "model.safetensors").items()}
@@ -101,7 +118,7 @@ def test_tokenizer_goes_along(tmp_path, words):
     m = build(vocab_size=300)
     export.save(m, tmp_path / "a", tokenizer=words)
     assert set(files(tmp_path / "a")) == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", *export.REMOTE
     }  # fmt: skip
     config = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
     assert {key: config[f"{key}_token"] for key in ("bos", "eos", "pad")} == {key: f"<|{key}|>" for key in ("bos", "eos", "pad")}
@@ -267,7 +284,7 @@ def test_padding_that_is_not_zero(tmp_path):
 def test_an_older_export_is_replaced_whole(tmp_path, words):
     export.save(build(), tmp_path / "a", tokenizer=words, shard_bytes=20_000)
     export.save(build(), tmp_path / "a")
-    assert set(files(tmp_path / "a")) == {"config.json", "generation_config.json", "model.safetensors"}
+    assert set(files(tmp_path / "a")) == {"config.json", "generation_config.json", "model.safetensors", *export.REMOTE}
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 

@@ -22,7 +22,14 @@ from atoll.hub import config_json
 from atoll.hub.layout import Slot, config_of, pack, slots
 from atoll.hub.load import INDEX, SINGLE
 
-OURS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX)
+# Code that lets transformers load and train the nested form with `trust_remote_code=True`, and what it is for.
+REMOTE = ("configuration_kimi_k3.py", "modeling_kimi_k3.py")
+AUTO_MAP = {
+    "AutoConfig": "configuration_kimi_k3.KimiK3Config",
+    "AutoModel": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
+    "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
+}
+OURS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX, *REMOTE)
 
 
 class SavedTokenizer(Protocol):
@@ -60,6 +67,10 @@ def save(
         config = config_json.to_json(m, str(main).removeprefix("torch."))
         if tokenizer is not None:
             config[config_json.FINGERPRINT] = tokenizer.fingerprint
+        if not config_json.is_kimi_linear(m):  # transformers has a class of its own for the flat form
+            config["auto_map"] = AUTO_MAP
+            for name in REMOTE:
+                shutil.copyfile(Path(__file__).parent / "remote" / name, aside / name)
         _write_json(aside / "config.json", config)
         _write_json(aside / "generation_config.json", _generation(m))
         _write_weights(parts, aside, shard_bytes)

@@ -22,6 +22,7 @@ from atoll.hub.layout import Slot, readable_shapes, slots, unpack
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DENSE = re.compile(r"\.mlp\.((gate|up|down)_proj\.weight)$")
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -53,7 +54,7 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
     """
     folder = _existing(folder)
     where = _weight_map(folder)
-    wanted = {slot.name: slot for slot in slots(model)}
+    wanted = {slot.name: slot for slot in (_as_stored(slot, where) for slot in slots(model))}
     _same_names(set(wanted), set(where), folder)
     with ExitStack() as stack:
         files = {file: _open(file, stack) for file in sorted(set(where.values()))}
@@ -63,6 +64,13 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
             for name, slot in wanted.items():
                 if wrong := unpack(slot, files[where[name]].get_tensor(name)):
                     raise UserError(f"{where[name]}: tensor {name} {wrong}; the file is damaged or from another model")
+
+
+def _as_stored(slot: Slot, where: dict[str, Path]) -> Slot:
+    """`slot` under the name it has in a folder that transformers' own `kimi_linear` class saved: there (5.24) a dense layer's MLP
+    stands as `block_sparse_moe`. Nothing else can have that name, so such a folder is read rather than refused."""
+    other = DENSE.sub(r".block_sparse_moe.\1", slot.name)
+    return dataclasses.replace(slot, name=other) if slot.name not in where and other in where else slot
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
