@@ -427,7 +427,10 @@ MODEL_POSITIVE = (
     *("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size", "attn_res_block_size"),
     *("rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "initializer_range"),
 )
-VISION_POSITIVE = tuple(f.name for f in dataclasses.fields(VisionConfig) if f.name not in ("merge_kernel_size", "media_placeholder_token_id"))
+VISION_POSITIVE = (
+    *("vt_num_hidden_layers", "vt_hidden_size", "vt_num_attention_heads", "qkv_hidden_size", "vt_intermediate_size", "patch_size"),
+    *("init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time", "projector_ln_eps", "norm_eps"),
+)
 TRAIN_POSITIVE = (
     *("steps", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"),
 )
@@ -480,8 +483,8 @@ def _validate_vision(v: VisionConfig, vocab_size: int, special: dict[str, int]) 
     if v.qkv_hidden_size % v.vt_num_attention_heads:
         remedy = f"must be a multiple of vt_num_attention_heads = {v.vt_num_attention_heads}"
         _refuse("model.vision.qkv_hidden_size", v.qkv_hidden_size, remedy)
-    if (v.qkv_hidden_size // v.vt_num_attention_heads) % 4:
-        remedy = f"a head's share, {v.qkv_hidden_size // v.vt_num_attention_heads}, must be a multiple of 4: pairs turn by column and by row"
+    if (share := v.qkv_hidden_size // v.vt_num_attention_heads) % 4:
+        remedy = f"a head's share, {share}, must be a multiple of 4: pairs turn by column and by row"
         _refuse("model.vision.qkv_hidden_size", v.qkv_hidden_size, remedy)
     if v.vt_hidden_size % 2:
         _refuse("model.vision.vt_hidden_size", v.vt_hidden_size, "must be even: half of a frame's code is sine, half cosine")
