@@ -166,6 +166,19 @@ def test_refused_in_one_line(path, value, says):
     assert all(word in message for word in says), message
 
 
+def test_a_tower_makes_even_the_plainest_text_model_nested():
+    """The flat form has no place for a tower."""
+    plain = {
+        "residual": "plain", "routed_expert_hidden_size": None, "hidden_act": "silu", "gate_lower_bound": None, "use_full_rank_gate": False,
+        "mla_use_output_gate": False, "latent_moe_use_norm": False, "attn_res_block_size": 2,
+    }  # fmt: skip
+    m = dataclasses.replace(read_config(GOLDEN / FOLDER), **plain)
+    tree = to_json(m)
+    assert tree["model_type"] == "kimi_k3"
+    assert from_json(json.loads(json.dumps(tree))) == dataclasses.replace(m, a_log_storage=None)
+    assert to_json(dataclasses.replace(m, vision=None))["model_type"] == "kimi_linear"
+
+
 @pytest.mark.parametrize("absent", [None, {}])
 def test_a_file_without_a_tower_is_a_text_model(absent):
     tree = {**released(), "vision_config": absent}
