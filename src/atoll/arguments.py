@@ -156,12 +156,21 @@ def train_help(config: Config, name: str, presets: list[str], width: int = 120) 
             for i, stage in enumerate(value):
                 lines += [f"[stages.{i}]", *_rows(stage, f"stages.{i}.", describe(StageConfig), width), ""]
         else:
-            lines += [f"[{group.name}]", *_rows(value, f"{group.name}.", describe(type(value)), width), ""]
+            lines += _group_help(group.name, value, width)
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _group_help(name: str, group: Any, width: int) -> list[str]:
+    """The settings of a group, then of the groups within it."""
+    settings = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
+    inner = {key: value for key, value in settings.items() if dataclasses.is_dataclass(value)}
+    lines = [f"[{name}]", *_rows(group, f"{name}.", describe(type(group)), width), ""]
+    return lines + [line for key, value in inner.items() for line in _group_help(f"{name}.{key}", value, width)]
+
+
 def _rows(group: Any, prefix: str, meanings: dict[str, str], width: int) -> list[str]:
-    cells = [(f"--{prefix}{f.name}", _shown(getattr(group, f.name)), meanings.get(f.name, "")) for f in dataclasses.fields(group)]
+    plain = {f.name: getattr(group, f.name) for f in dataclasses.fields(group) if not dataclasses.is_dataclass(getattr(group, f.name))}
+    cells = [(f"--{prefix}{name}", _shown(value), meanings.get(name, "")) for name, value in plain.items()]
     flags, values = (max(len(cell[i]) for cell in cells) for i in (0, 1))
     indent = 2 + flags + 2 + values + 2
     rows = []

@@ -31,8 +31,27 @@ def _refuse(name: str, value: object, remedy: str) -> typing.NoReturn:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """Shapes of the vision tower and its projector, under the names of the hub's `vision_config` where it has one."""
+
+    vt_num_hidden_layers: int = 4  # blocks of the tower
+    vt_hidden_size: int = 64  # width of the tower
+    vt_num_attention_heads: int = 3  # heads of a block
+    qkv_hidden_size: int = 96  # width of queries, keys and values, over all heads; need not be the tower's width
+    vt_intermediate_size: int = 256  # inner width of a block's MLP
+    patch_size: int = 14  # pixels on a side of one patch
+    init_pos_emb_height: int = 16  # rows of the table of learned positions, in patches; other sizes are interpolated
+    init_pos_emb_width: int = 16  # columns of that table
+    init_pos_emb_time: int = 4  # most frames in one item
+    merge_kernel_size: tuple[int, int] = (2, 2)  # patches, down and across, that become one feature
+    projector_ln_eps: float = 1e-5  # epsilon of the projector's norm
+    norm_eps: float | None = None  # epsilon of the tower's norms; "none" is the machine epsilon of the type computed in, as released
+    media_placeholder_token_id: int = 10  # token that stands where features go; 10 is the tokenizer's <|media_pad|> after ids 0, 1, 2
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shapes of the text model. Names follow the hub's `config.json` where it has one (architecture.md §1.2)."""
+    """Shapes of the model. Names follow the hub's `config.json` where it has one (architecture.md §1.2)."""
 
     vocab_size: int = 4096  # tokens in the vocabulary, special tokens included
     hidden_size: int = 128  # width of the residual stream
@@ -73,6 +92,7 @@ class ModelConfig:
     bos_token_id: int = 0  # starts every document
     eos_token_id: int = 1  # ends every document
     pad_token_id: int = 2  # fills; never counted
+    vision: VisionConfig | None = None  # the tower that reads images; "none" is a text model
 
     def full_attention(self) -> tuple[int, ...]:
         """MLA layers, counted from 1 as in the hub's lists (architecture.md §1.5)."""
@@ -247,15 +267,29 @@ def merge(base: Any, tree: dict[str, Any], prefix: str) -> Any:
         if key not in hints:
             _unknown(type(base), key, prefix)
         name = prefix + key
-        if dataclasses.is_dataclass(hints[key]):
+        if (group := _group_in(hints[key])) is not None:
+            if _switches_off(hints[key], value):
+                changes[key] = None
+                continue
             if not isinstance(value, dict):
                 _refuse(name, value, f"a table of settings is expected, as [{name}]")
-            changes[key] = merge(getattr(base, key), value, name + ".")
+            changes[key] = merge(getattr(base, key) or group(), value, name + ".")
         elif key == "stages":
             changes[key] = _read_stages(value)
         else:
             changes[key] = _coerce(hints[key], value, name)
     return dataclasses.replace(base, **changes)
+
+
+def _group_in(hint: Any) -> type | None:
+    """The dataclass that `hint` asks for, alone or beside None."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+
+
+def _switches_off(hint: Any, value: Any) -> bool:
+    """Whether `value` leaves out a group of settings that may be absent."""
+    return type(None) in typing.get_args(hint) and (value is None or (isinstance(value, str) and value.lower() == "none"))
 
 
 def _read_stages(value: Any) -> tuple[StageConfig, ...]:
@@ -275,11 +309,13 @@ def _override(config: Any, key: str, value: Any, prefix: str = "") -> Any:
     hints = _hints(type(config))
     if head not in hints:
         _unknown(type(config), head, prefix)
-    current = getattr(config, head)
-    if dataclasses.is_dataclass(current) or head == "stages":
+    current, group = getattr(config, head), _group_in(hints[head])
+    if group is not None or head == "stages":
+        if not rest and _switches_off(hints[head], value):
+            return dataclasses.replace(config, **{head: None})
         if not rest:
             _refuse(prefix + head, value, f"a group of settings; set one of its fields, as {prefix}{head}.NAME")
-        return dataclasses.replace(config, **{head: _override(current, rest, value, f"{prefix}{head}.")})
+        return dataclasses.replace(config, **{head: _override(current or (group or tuple)(), rest, value, f"{prefix}{head}.")})
     if rest:
         _unknown(type(config), key, prefix)
     return dataclasses.replace(config, **{head: _coerce(hints[head], value, prefix + head)})
@@ -341,14 +377,23 @@ def to_toml(config: Config) -> str:
         value = getattr(config, group.name)
         if group.name == "stages":
             for stage in value:
-                lines += ["[[stages]]", *_table(stage), ""]
+                lines += ["[[stages]]", *_lines(stage), ""]
         else:
-            lines += [f"[{group.name}]", *_table(value), ""]
+            lines += _table(group.name, value)
     return "\n".join(lines)
 
 
-def _table(group: Any) -> list[str]:
-    return [f"{f.name} = {_toml(getattr(group, f.name))}" for f in dataclasses.fields(group)]
+def _table(name: str, group: Any) -> list[str]:
+    """The settings of a group as [name], then the groups within it as [name.inner]."""
+    settings = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
+    inner = {key: value for key, value in settings.items() if dataclasses.is_dataclass(value)}
+    lines = [f"[{name}]", *_lines(group), ""]
+    return lines + [line for key, value in inner.items() for line in _table(f"{name}.{key}", value)]
+
+
+def _lines(group: Any) -> list[str]:
+    settings = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
+    return [f"{key} = {_toml(value)}" for key, value in settings.items() if not dataclasses.is_dataclass(value)]
 
 
 def _toml(value: Any) -> str:
@@ -381,6 +426,10 @@ MODEL_POSITIVE = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size"),
     *("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size", "attn_res_block_size"),
     *("rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "initializer_range"),
+)
+VISION_POSITIVE = (
+    *("vt_num_hidden_layers", "vt_hidden_size", "vt_num_attention_heads", "qkv_hidden_size", "vt_intermediate_size", "patch_size"),
+    *("init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time", "projector_ln_eps", "norm_eps"),
 )
 TRAIN_POSITIVE = (
     *("steps", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"),
@@ -425,6 +474,27 @@ def validate_model(m: ModelConfig) -> None:
     for name, value in ids.items():
         if not 0 <= value < m.vocab_size:
             _refuse(f"model.{name}", value, f"must be below vocab_size = {m.vocab_size}")
+    if m.vision is not None:
+        _validate_vision(m.vision, m.vocab_size, ids)
+
+
+def _validate_vision(v: VisionConfig, vocab_size: int, special: dict[str, int]) -> None:
+    _positive(v, "model.vision.", VISION_POSITIVE)
+    if v.qkv_hidden_size % v.vt_num_attention_heads:
+        remedy = f"must be a multiple of vt_num_attention_heads = {v.vt_num_attention_heads}"
+        _refuse("model.vision.qkv_hidden_size", v.qkv_hidden_size, remedy)
+    if (share := v.qkv_hidden_size // v.vt_num_attention_heads) % 4:
+        remedy = f"a head's share, {share}, must be a multiple of 4: pairs turn by column and by row"
+        _refuse("model.vision.qkv_hidden_size", v.qkv_hidden_size, remedy)
+    if v.vt_hidden_size % 2:
+        _refuse("model.vision.vt_hidden_size", v.vt_hidden_size, "must be even: half of a frame's code is sine, half cosine")
+    if min(v.merge_kernel_size) < 1:
+        _refuse("model.vision.merge_kernel_size", v.merge_kernel_size, "1 or more patches down and across are expected")
+    token = v.media_placeholder_token_id
+    if not 0 <= token < vocab_size:
+        _refuse("model.vision.media_placeholder_token_id", token, f"must be below vocab_size = {vocab_size}")
+    if clash := next((name for name, value in special.items() if value == token), None):
+        _refuse("model.vision.media_placeholder_token_id", token, f"is {clash}; take a token of its own")
 
 
 def _validate_stages(stages: tuple[StageConfig, ...]) -> None:

@@ -17,6 +17,8 @@ from atoll.nn.cache import Cache, empty_cache
 from atoll.nn.decoder import LanguageModel
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
+from atoll.nn.media import MediaLayout, place_media, refuse_media
+from atoll.nn.vision import build_vision
 from atoll.ops.loss import linear_cross_entropy
 
 IGNORE = -100
@@ -34,7 +36,9 @@ class Output:
 
 
 class Model(nn.Module):
-    """A text model of the blueprint. Weights are set when it is built, except on the meta device (then `reset_parameters`).
+    """A model of the blueprint, with a vision tower where `config.vision` is set.
+
+    Weights are set when it is built, except on the meta device (then `reset_parameters`).
 
     Args:
         config: shapes. balance: how experts are kept level in training.
@@ -54,6 +58,9 @@ class Model(nn.Module):
         validate_model(config)
         self.config = config
         self.language_model = LanguageModel(config, balance or BalanceConfig(), dtype=dtype, device=device)
+        self.vision_tower, self.mm_projector = None, None
+        if config.vision is not None:
+            self.vision_tower, self.mm_projector = build_vision(config.vision, config.hidden_size, dtype=dtype, device=device)
         if self.language_model.lm_head.weight.device.type != "meta":
             self.reset_parameters()
 
@@ -62,6 +69,9 @@ class Model(nn.Module):
         if seed is not None:
             torch.manual_seed(seed)
         self.language_model.reset_parameters(self.config.initializer_range)
+        for part in (self.vision_tower, self.mm_projector):
+            if part is not None:
+                part.reset_parameters()
 
     # -------------------------------------------------- looking inside
 
@@ -73,6 +83,8 @@ class Model(nn.Module):
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, value: bool) -> None:
         self.language_model.model.gradient_checkpointing = value
+        if self.vision_tower is not None:
+            self.vision_tower.encoder.gradient_checkpointing = value
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +110,8 @@ class Model(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        grid_thws: Tensor | None = None,
         cache: Cache | None = None,
         logits: bool | None = None,
         routing: Iterable[Tensor] | None = None,
@@ -108,17 +122,30 @@ class Model(nn.Module):
         Args:
             input_ids: int64 [B,T]; packed documents as [1,T] with `cu_seqlens` int64 [N+1] from 0 to T.
             labels: [B,T], usually `input_ids` itself: position t is predicted from what precedes it; the shift is made here.
-                -100 is not counted, nor is the first token of a row or document.
+                -100 is not counted, nor is the first token of a row or document, nor a place where a feature stands.
+            pixel_values: [N,3,p,p], the patches of all images in the order of their placeholders; see `VisionTower.forward`.
+            grid_thws: integers [images,3]: frames, rows and columns of each, in patches. `input_ids` hold one placeholder a feature,
+                or one an image: then the row grows in place, and logits, routing, cache and documents with it.
+                With images a padding token embeds to zero, as in the hub's own merge.
             cache: from `new_cache`; moved on in place.
             logits: whether to return logits; by default when there are no labels.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
             record: a dict to fill with probes: "depth_weights", "decay", "load".
         """
         self._check(input_ids, labels, cu_seqlens, cache)
+        embeds = None
+        if pixel_values is not None or grid_thws is not None:
+            layout, embeds = self._merge(input_ids, pixel_values, grid_thws)
+            input_ids = layout.fill(input_ids, self._placeholder())
+            labels = None if labels is None else layout.fill(labels, IGNORE)
+            cu_seqlens = None if cu_seqlens is None else layout.bounds(cu_seqlens)
+        elif self.vision_tower is not None and (cache is None or input_ids.shape[1] > 1):  # a sampled one, fed back alone, is text
+            refuse_media(input_ids, self._placeholder())
         routes = self._routes(routing)
         probe = self._start_probes(record)
         mask = input_ids.ne(self.config.pad_token_id) if self.training else None
-        hidden = self.language_model.model(input_ids, cu_seqlens=cu_seqlens, cache=cache, mask=mask, routing=routes, probe=probe)
+        call = {"cu_seqlens": cu_seqlens, "cache": cache, "mask": mask, "routing": routes, "probe": probe}
+        hidden = self.language_model.model(input_ids, embeds=embeds, **call)
         if cache is not None:
             cache.length += input_ids.shape[1]
         if record is not None:
@@ -138,6 +165,23 @@ class Model(nn.Module):
             check_segments(cu_seqlens, input_ids.shape)
         if cache is not None and cache.batch != input_ids.shape[0]:
             raise ValueError(f"cache for {cache.batch} sequences, input_ids for {input_ids.shape[0]}: they must agree")
+
+    def _placeholder(self) -> int:
+        assert self.config.vision is not None
+        return self.config.vision.media_placeholder_token_id
+
+    def _merge(self, input_ids: Tensor, pixel_values: Tensor | None, grid_thws: Tensor | None) -> tuple[MediaLayout, Tensor]:
+        """Where text and features go, and the input embeddings [B,T',D] of both together."""
+        if self.vision_tower is None or self.mm_projector is None:
+            raise ValueError("pixel_values: this model has no vision tower; build it with model.vision set, or load a folder that has one")
+        if pixel_values is None or grid_thws is None:
+            raise ValueError(f"{'pixel_values' if pixel_values is None else 'grid_thws'} is missing: images come as both of the two")
+        self.vision_tower.grids(pixel_values, grid_thws)
+        layout = place_media(input_ids, self.vision_tower.feature_lengths(grid_thws), self._placeholder())
+        features = self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+        text = self.language_model.model.embed_tokens(input_ids)
+        text = text.masked_fill(input_ids.eq(self.config.pad_token_id).unsqueeze(-1), 0)
+        return layout, layout.merge(text, features)
 
     def _routes(self, routing: Iterable[Tensor] | None) -> list[Routing]:
         layers = self.moe_layers()

@@ -110,7 +110,7 @@ def test_a_nested_file_without_text_config_is_read_too():
     [
         (("model_type",), "kimi_k2", ["model_type", "kimi_k2", "kimi_k3"]),
         (("model_type",), None, ["model_type", "None"]),
-        (("vision_config",), {"vt_hidden_size": 4}, ["vision_config", "not supported yet"]),
+        (("vision_config",), {"vt_hidden_size": 4}, ["vision_config.vt_num_hidden_layers", "missing"]),
         (("text_config",), [], ["text_config"]),
         (("text_config", "hidden_size"), ..., ["hidden_size", "missing"]),
         (("text_config", "hidden_size"), "wide", ["hidden_size", "wide"]),

@@ -4,11 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.config import ModelConfig, OptimConfig
+from atoll.config import ModelConfig, OptimConfig, VisionConfig
 from atoll.optim import Blocks, ModelOptimizer, describe, rule
 
 MODEL = ModelConfig(
-    num_hidden_layers=4, kda_num_heads=2, kda_head_dim=8, num_attention_heads=3, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6
+    num_hidden_layers=4,
+    kda_num_heads=2,
+    kda_head_dim=8,
+    num_attention_heads=3,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=6,
+    vision=VisionConfig(vt_num_attention_heads=2, qkv_hidden_size=8),
 )
 LAYER = "language_model.model.layers."
 ADAM_FREE, ADAM_DECAY, WHOLE = ("adamw", False, Blocks()), ("adamw", True, Blocks()), ("muon", True, Blocks())
@@ -44,6 +51,15 @@ EXPECTED = {
     f"{LAYER}3.block_sparse_moe.shared_experts.gate_proj.weight": ((6, 4), WHOLE),
     f"{LAYER}3.block_sparse_moe.experts.w1": ((6, 3, 2), EXPERTS),
     f"{LAYER}3.block_sparse_moe.experts.w2": ((6, 2, 3), EXPERTS),
+    "vision_tower.patch_embed.proj.weight": ((6, 3, 2, 2), ADAM_DECAY),
+    "vision_tower.patch_embed.pos_emb.weight": ((3, 3, 6), ADAM_FREE),
+    "vision_tower.encoder.blocks.0.norm0.weight": ((6,), ADAM_FREE),
+    "vision_tower.encoder.blocks.0.wqkv.weight": ((24, 6), ("muon", True, Blocks(6, (4,)))),
+    "vision_tower.encoder.blocks.0.wo.weight": ((6, 8), WHOLE),
+    "vision_tower.encoder.blocks.0.mlp.fc0.weight": ((9, 6), WHOLE),
+    "vision_tower.encoder.final_layernorm.weight": ((6,), ADAM_FREE),
+    "mm_projector.proj.0.weight": ((24, 24), WHOLE),
+    "mm_projector.post_norm.weight": ((4,), ADAM_FREE),
 }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from atoll.config import ModelConfig, load_config, presets
+from atoll.config import ModelConfig, VisionConfig, load_config, presets
 from atoll.plan import memory, parameters
 
 BLUEPRINT = load_config("blueprint").model
@@ -43,9 +43,35 @@ def test_the_blueprint_has_its_published_totals():
     assert counts.active_with_embedding == 105_364_017_760
     assert counts[parameters.EMBEDDING].total == counts[parameters.LM_HEAD].total == 1_174_405_120
     assert counts[parameters.ROUTED].total == 2_722_740_830_208
-    vision = 401_214_464 + 46_144_512
-    assert counts.total + vision == 2_779_931_837_184
-    assert counts.total + vision - counts[parameters.ROUTED].total == 57_191_006_976
+
+
+def test_the_blueprint_with_its_tower_has_its_published_totals():
+    config = load_config("blueprint-vl").model
+    counts = parameters.count(config)
+    assert counts[parameters.TOWER].total == parameters.vision_tower(config) == 401_214_464
+    assert counts[parameters.PROJECTOR].total == parameters.projector(config) == 46_144_512
+    assert counts.total == 2_779_931_837_184
+    assert counts.total - counts[parameters.ROUTED].total == 57_191_006_976
+    assert counts.active == parameters.count(BLUEPRINT).active == 104_189_612_640  # a token of text meets no tower
+    assert dataclasses.replace(config, vision=None) == BLUEPRINT
+    assert memory.weight_bytes(config)["mxfp4"] == 1_560_860_324_864  # the released checkpoint's size
+
+
+def test_options_of_the_tower():
+    assert changed(vision=None) == 0
+    v = VisionConfig()
+    small = changed(vision=v)
+    grown = {
+        "vt_num_hidden_layers": 5, "qkv_hidden_size": 108, "vt_intermediate_size": 300, "patch_size": 16, "init_pos_emb_height": 20,
+        "init_pos_emb_width": 20, "merge_kernel_size": (2, 3), "init_pos_emb_time": 9,
+    }  # fmt: skip
+    gained = {key: changed(vision=dataclasses.replace(v, **{key: value})) - small for key, value in grown.items()}
+    block = 64 * (2 + 4 * 96 + 2 * 256)
+    assert gained == {
+        "vt_num_hidden_layers": block, "qkv_hidden_size": 4 * 4 * 64 * 12, "vt_intermediate_size": 4 * 2 * 64 * 44,
+        "patch_size": 64 * 3 * (256 - 196), "init_pos_emb_height": 64 * 4 * 16, "init_pos_emb_width": 64 * 4 * 16,
+        "merge_kernel_size": 384 * (384 + 128) - 256 * (256 + 128), "init_pos_emb_time": 0,
+    }  # fmt: skip
 
 
 def test_the_blueprint_has_69_kda_and_24_mla_layers():
@@ -128,11 +154,6 @@ def test_a_plain_residual_banks_nothing_and_a_full_one_every_sublayer():
     assert memory.depth_sources(dataclasses.replace(BLUEPRINT, residual="plain")) == 0
     assert memory.depth_sources(dataclasses.replace(BLUEPRINT, residual="full")) == 186
     assert memory.depth_sources(TINY) == 3  # 5 layers in blocks of 2
-
-
-def test_mxfp4_bytes_give_the_released_checkpoints_size():
-    vision_bf16 = 2 * (401_214_464 + 46_144_512)
-    assert memory.weight_bytes(BLUEPRINT)["mxfp4"] + vision_bf16 == 1_560_860_324_864
 
 
 def test_float32_weights_take_four_bytes_each():

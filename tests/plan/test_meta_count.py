@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from atoll.config import load_config, presets
+from atoll.config import VisionConfig, load_config, presets
 from atoll.plan import meta, parameters, render, report
 
 TINY = load_config("tiny").model
@@ -23,6 +23,8 @@ def test_every_preset_agrees(preset):
         {"routed_expert_hidden_size": None},
         {"latent_moe_use_norm": False, "num_shared_experts": 0},
         {"residual": "plain"},
+        {"vision": VisionConfig()},
+        {"vision": VisionConfig(qkv_hidden_size=60, patch_size=8, init_pos_emb_width=5, merge_kernel_size=(2, 3)), "hidden_size": 96},
         {"residual": "full"},
         {"first_k_dense_replace": 3},
         {"first_k_dense_replace": 0, "full_attn_layers": (2, 3)},

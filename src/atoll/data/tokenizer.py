@@ -112,8 +112,10 @@ def check_fits(tokenizer: Tokenizer, model: ModelConfig, setting: str) -> None:
     """
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(f"{setting}: {tokenizer.vocab_size} tokens, over model.vocab_size = {model.vocab_size}; raise that to fit")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token = getattr(model, name)
+    ids = {name: getattr(model, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if model.vision is not None:
+        ids["vision.media_placeholder_token_id"] = model.vision.media_placeholder_token_id
+    for name, token in ids.items():
         if not tokenizer.is_special(token):
             there = ", ".join(f"{n} = {i}" for n, i in itertools.islice(tokenizer.special.items(), 8)) or "none"
             text = tokenizer.token(token)
@@ -155,14 +157,17 @@ def train_tokenizer(texts: Iterable[str], model: ModelConfig) -> Tokenizer:
 
 
 def special_layout(model: ModelConfig) -> dict[int, str]:
-    """Id → special token: bos, eos and pad where the config puts them, the chat and media markers on the free ids after the lowest."""
+    """Id → special token: those the config names where it puts them, the other chat and media markers on the free ids after the lowest."""
     named: dict[int, str] = {}
     for name in ("eos", "bos", "pad"):  # a shared id is the end of the document first
         named.setdefault(getattr(model, f"{name}_token_id"), f"<|{name}|>")
     start = min(named)
+    if model.vision is not None:
+        named[model.vision.media_placeholder_token_id] = "<|media_pad|>"
+    markers = [m for m in MARKERS if f"<|{m}|>" not in named.values()]
     free = (i for i in itertools.chain(range(start, model.vocab_size), range(start)) if i not in named)
-    taken = list(itertools.islice(free, len(MARKERS)))
-    return {**named, **{i: f"<|{m}|>" for i, m in zip(taken, MARKERS, strict=False)}}
+    taken = list(itertools.islice(free, len(markers)))
+    return {**named, **{i: f"<|{m}|>" for i, m in zip(taken, markers, strict=False)}}
 
 
 def _laid_out(content: dict[str, Any], special: dict[int, str]) -> str:

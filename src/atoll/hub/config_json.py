@@ -1,7 +1,8 @@
 """`ModelConfig` to and from the hub's `config.json`.
 
-Two forms are written and read: the nested `kimi_k3` form (settings under `text_config`) and the flat `kimi_linear` form of
-Kimi-Linear, which knows none of the blueprint's later mechanisms. Layer lists count from 1, as released.
+Two forms are written and read: the nested `kimi_k3` form (settings under `text_config`, and `vision_config` where there is a
+tower) and the flat `kimi_linear` form of Kimi-Linear, which knows none of the blueprint's later mechanisms. Layer lists count from
+1, as released.
 """
 
 from __future__ import annotations
@@ -35,15 +36,35 @@ FIXED = {
     "tie_word_embeddings": False,
     "num_nextn_predict_layers": 0,
 }
+VISION = (
+    *("vt_num_hidden_layers", "vt_hidden_size", "vt_num_attention_heads", "qkv_hidden_size", "vt_intermediate_size", "patch_size"),
+    *("init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time", "merge_kernel_size", "projector_ln_eps"),
+)
+VISION_FIXED = {
+    "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": False,
+    "linear_bias": False,
+    "patch_embed_proj_bias": False,
+    "norm_type": "rmsnorm",
+    "mlp_type": "mlp2",
+    "pos_emb_type": "divided_fixed",
+    "pos_emb_interpolation_mode": "bilinear",
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmergerv2",
+    "projector_hidden_act": "gelu",
+}
+PLACEHOLDER = "media_placeholder_token_id"  # stands at the top of the file, beside the other ids
 MAX_LENGTH = 1_048_576  # no position is encoded anywhere, so this is what engines reserve for, not what the weights allow
 
 FINGERPRINT = "tokenizer_fingerprint"  # ours: which tokenizer the weights go with; engines pass over it
 
 
 def is_kimi_linear(m: ModelConfig) -> bool:
-    """Whether the flat `kimi_linear` form can say all of `m`: plain residual, full-width SwiGLU experts, softplus gate, no MLA gate."""
+    """Whether the flat `kimi_linear` form can say all of `m`: plain residual, full-width SwiGLU experts, softplus gate, no MLA gate,
+    no vision tower."""
     return (
-        m.residual == "plain"
+        m.vision is None
+        and m.residual == "plain"
         and m.routed_expert_hidden_size is None
         and m.hidden_act == "silu"
         and m.gate_lower_bound is None
@@ -66,7 +87,19 @@ def to_json(m: ModelConfig, dtype: str = "bfloat16", max_length: int = MAX_LENGT
         "model_type": "kimi_k3",
         "text_config": text,
         "tie_word_embeddings": False,
+        **_vision(m),
     }
+
+
+def _vision(m: ModelConfig) -> dict[str, Any]:
+    v = m.vision
+    if v is None:
+        return {}
+    tower: dict[str, Any] = {key: getattr(v, key) for key in VISION} | VISION_FIXED
+    tower |= {"merge_kernel_size": list(v.merge_kernel_size), "mm_hidden_size": v.vt_hidden_size, "text_hidden_size": m.hidden_size}
+    if v.norm_eps is not None:  # no engine reads this; the release leaves the epsilon to the type computed in
+        tower["norm_eps"] = v.norm_eps
+    return {PLACEHOLDER: v.media_placeholder_token_id, "image_placeholder": "<|kimi_image_placeholder|>", "vision_config": tower}
 
 
 def _common(m: ModelConfig) -> dict[str, Any]:
@@ -133,7 +166,27 @@ def from_json(tree: Any, name: str = "config.json") -> ModelConfig:
     fields = {key: text[key] for key in SHARED if key in text}
     fields |= {field: linear[key] for key, field in LINEAR.items()}
     fields |= _translated(text, linear, name)
+    fields["vision"] = _vision_fields(tree, text, name)
     return _build(fields, name)
+
+
+def _vision_fields(tree: dict[str, Any], text: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Fields of `VisionConfig` in the file; None for a text model."""
+    tower = tree.get("vision_config")
+    if tower is None or tower == {}:
+        return None
+    if not isinstance(tower, dict):
+        raise UserError(f"{name}: vision_config = {tower!r}: an object of settings is expected")
+    if tree["model_type"] != "kimi_k3":
+        raise UserError(f"{name}: vision_config is set: it goes with model_type 'kimi_k3', not {tree['model_type']!r}")
+    _require(tower, VISION, name, "vision_config.")
+    _require(tree, (PLACEHOLDER,), name, "")
+    same = {"mm_hidden_size": tower["vt_hidden_size"], "text_hidden_size": text["hidden_size"]}
+    for key, value in {**VISION_FIXED, **same}.items():
+        if tower.get(key, value) not in (value, None):
+            raise UserError(f"{name}: vision_config.{key} = {tower[key]!r}: only {value!r} is supported")
+    fields = {key: tower[key] for key in VISION}
+    return {**fields, "norm_eps": tower.get("norm_eps"), PLACEHOLDER: tree[PLACEHOLDER]}
 
 
 def _text_part(tree: dict[str, Any], name: str) -> dict[str, Any]:
@@ -142,8 +195,6 @@ def _text_part(tree: dict[str, Any], name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(str(kind), ("kimi_k3", "kimi_linear"), 1)
         hint = f"did you mean {near[0]!r}?" if near else "'kimi_k3' or 'kimi_linear' is expected"
         raise UserError(f"{name}: model_type = {kind!r}: not an architecture known here; {hint}")
-    if tree.get("vision_config"):
-        raise UserError(f"{name}: vision_config is set: folders with a vision tower are not supported yet; give a text-only folder")
     text = tree.get("text_config", tree)
     if not isinstance(text, dict):
         raise UserError(f"{name}: text_config = {text!r}: an object of settings is expected")

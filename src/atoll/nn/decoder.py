@@ -143,8 +143,10 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         routing: list[Routing] | None = None,
         probe: list[Tensor] | None = None,
+        embeds: Tensor | None = None,
     ) -> Tensor:
-        stream = Stream((), self.embed_tokens(input_ids))
+        """`embeds` [B,T,D] stands in for the embedding of `input_ids`: features of images among it."""
+        stream = Stream((), self.embed_tokens(input_ids) if embeds is None else embeds)
         routes = iter(routing or [])
         for i, layer in enumerate(self.layers):
             call = {

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 _CUDA = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int) -> Tensor:
-    """[B, T, H, D], [B, S, H, D], [B, S, H, Dv] -> [B, T, H, Dv]; query i sees keys 0 ... offset + i."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int, causal: bool = True) -> Tensor:
+    """[B, T, H, D], [B, S, H, D], [B, S, H, Dv] -> [B, T, H, Dv]; query i sees keys 0 ... offset + i, or all of them."""
     width, pad = v.shape[-1], q.shape[-1] - v.shape[-1]
     if q.device.type == "cpu" and pad:
         # The CPU's fused kernel wants one width: zeros appended to v (or to q and k) change nothing.
@@ -28,7 +28,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int) -> Tenso
         mask = torch.arange(k.shape[2], device=q.device)[None] <= seen
     fused = sdpa_kernel(_CUDA, set_priority=True) if q.is_cuda else contextlib.nullcontext()
     with fused:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=offset == 0, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and offset == 0, scale=scale)
     return out[..., :width].transpose(1, 2)
 
 
@@ -51,12 +51,28 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, cu_seqlen
     lengths = [b - a for a, b in pairwise(cuts)]
     if cuts[0] != 0 or cuts[-1] != q.shape[1] or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens must rise from 0 to {q.shape[1]}, not {cuts}")
-    lengths = [n for n in lengths if n]
-    if len(set(lengths)) == 1:  # documents of one length are a batch
+    return _each(q, k, v, [n for n in lengths if n], scale, causal=True)
+
+
+def _each(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, causal: bool) -> Tensor:
+    """Attention within each segment of the one row; `lengths` are above 0 and add up to it."""
+    if len(set(lengths)) == 1:  # segments of one length are a batch
         q_rows, k_rows, v_rows = (u.reshape(len(lengths), lengths[0], *u.shape[2:]) for u in (q, k, v))
-        return _attend(q_rows, k_rows, v_rows, scale, 0).reshape(*q.shape[:3], v.shape[-1])
-    documents = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
-    return torch.cat([_attend(*document, scale, 0) for document in documents], 1)
+        return _attend(q_rows, k_rows, v_rows, scale, 0, causal).reshape(*q.shape[:3], v.shape[-1])
+    segments = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
+    return torch.cat([_attend(*segment, scale, 0, causal) for segment in segments], 1)
+
+
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, scale: float) -> Tensor:
+    """softmax(scale q kᵀ) v, each query over all keys of its own segment, before it and after it.
+
+    q, k [1, N, H, D], v [1, N, H, Dv], segments of `lengths` one after the other (each above 0) -> [1, N, H, Dv] in q.dtype; softmax
+    and sums in at least float32. Raises ValueError when the lengths do not add up to N.
+    """
+    if q.shape != k.shape or q.shape[:3] != v.shape[:3] or q.shape[0] != 1 or sum(lengths) != q.shape[1] or min(lengths, default=1) < 1:
+        shapes = [list(u.shape) for u in (q, k, v)]
+        raise ValueError(f"q, k, v [1, N, H, D] and lengths above 0 that add up to N are expected, not {shapes} and {lengths}")
+    return _each(q, k, v, lengths, scale, causal=False)
 
 
 def latent_attention_step(q_latent: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, lengths: Tensor, *, scale: float) -> Tensor:

@@ -38,6 +38,8 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def rule(name: str, parameter: Tensor, model: ModelConfig, experts: Literal["muon", "adamw"] = "muon") -> Rule:
     """The rule of the parameter `name` (hub name, experts stacked)."""
     leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if name.startswith(("vision_tower.", "mm_projector.")):
+        return _vision_rule(name, leaf, model)
     if leaf == "embed_tokens":
         # A row without a token in the batch has no gradient; decay would only shrink it.
         return Rule("adamw", False, peak="adam_lr", why="embedding")
@@ -58,6 +60,18 @@ def rule(name: str, parameter: Tensor, model: ModelConfig, experts: Literal["muo
         return Rule("adamw", True, peak="adam_lr", why="routed experts")
     blocks = _head_blocks(leaf, name, model)
     return Rule("muon", True, blocks, why="one block a head" if blocks.rows else "whole matrix")
+
+
+def _vision_rule(name: str, leaf: str, model: ModelConfig) -> Rule:
+    """As for text: matrices by Muon, queries, keys and values along heads; what embeds a pixel or a place, and norms, by AdamW."""
+    if "norm" in leaf:
+        return Rule("adamw", False, peak="adam_lr", why="scale or bias")
+    if ".patch_embed." in name:
+        return Rule("adamw", leaf == "proj", peak="adam_lr", why="embedding of patches and places")
+    if leaf == "wqkv" and model.vision is not None:
+        heads = model.vision.vt_num_attention_heads
+        return Rule("muon", True, Blocks(3 * heads, (model.vision.qkv_hidden_size // heads,)), why="one block a head")
+    return Rule("muon", True, why="whole matrix")
 
 
 def _head_blocks(leaf: str, name: str, model: ModelConfig) -> Blocks:

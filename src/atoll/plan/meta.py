@@ -12,6 +12,8 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 # First match names the group; the mixers are told apart by their layer.
 _GROUPS = (
+    (re.compile(r"^vision_tower\."), p.TOWER),
+    (re.compile(r"^mm_projector\."), p.PROJECTOR),
     (re.compile(r"\.embed_tokens\."), p.EMBEDDING),
     (re.compile(r"\.lm_head\."), p.LM_HEAD),
     (re.compile(r"_res_(norm|proj)\."), p.RESIDUAL),

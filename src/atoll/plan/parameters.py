@@ -1,9 +1,9 @@
 """How many parameters a model has, counted from its config alone: a pure function, no module is built.
 
 Conventions: `total` counts every stored number (router biases too; `A_log` at its stored length when the config pads it);
-`active` counts what one token passes through: the experts it visits, the language-model head, `A_log` as its heads, and not
-the input embedding, which is a look-up. Under these the blueprint has 2.78T total and 104.2B active parameters, as in
-Table 1 of the Kimi K3 technical report (arXiv 2607.24653).
+`active` counts what one token of text passes through: the experts it visits, the language-model head, `A_log` as its heads, and
+not the input embedding, which is a look-up, nor the vision tower. Under these the blueprint has 2.78T total and 104.2B active
+parameters, as in Table 1 of the Kimi K3 technical report (arXiv 2607.24653).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ LATENT = "latent projections"
 ROUTER = "routers"
 NORMS = "norms"
 RESIDUAL = "attention residual"
+TOWER = "vision tower"
+PROJECTOR = "vision projector"
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,25 @@ def residual_mix(c: ModelConfig) -> int:
     return 0 if c.residual == "plain" else 2 * c.hidden_size
 
 
+def vision_tower(c: ModelConfig) -> int:
+    """Patch embedding, table of positions, blocks of two norms, attention and MLP, and the final norm."""
+    v = c.vision
+    if v is None:
+        return 0
+    dim = v.vt_hidden_size
+    embedding = dim * (3 * v.patch_size**2 + v.init_pos_emb_height * v.init_pos_emb_width)
+    block = dim * (2 + 4 * v.qkv_hidden_size + 2 * v.vt_intermediate_size)
+    return embedding + v.vt_num_hidden_layers * block + dim
+
+
+def projector(c: ModelConfig) -> int:
+    """Two matrices and a norm from merged patches to the model's width."""
+    if c.vision is None:
+        return 0
+    inner = c.vision.vt_hidden_size * c.vision.merge_kernel_size[0] * c.vision.merge_kernel_size[1]
+    return inner * (inner + c.hidden_size) + c.hidden_size
+
+
 # ---------------------------------------------------------------- the whole
 
 
@@ -173,5 +194,7 @@ def count(config: ModelConfig) -> Counts:
         same(ROUTER, moe, router(c)),
         Group(NORMS, 2 * layers + 1, norms, norms),
         same(RESIDUAL, mixes, residual_mix(c)),
+        Group(TOWER, int(c.vision is not None), vision_tower(c), 0),
+        Group(PROJECTOR, int(c.vision is not None), projector(c), 0),
     )
     return Counts(groups)
