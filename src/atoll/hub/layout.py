@@ -13,8 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from atoll.config import ModelConfig
+from atoll.config import ModelConfig, UserError
 from atoll.hub.config_json import is_kimi_linear
+from atoll.hub.packed import PACKED, SCALE, Packed
 
 PREFIX = "language_model."
 EXPERTS = re.compile(r"(.*\.block_sparse_moe\.experts)\.(w[123])$")
@@ -30,6 +31,7 @@ class Slot:
     dtype: torch.dtype  # type it is written in
     tensor: Tensor  # the model's tensor, or the slice of it that this name holds; shares memory
     inner: str  # the model's own name, for messages
+    packed: Packed | None = None  # where the stored tensor is one of the two of a quantised matrix
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +52,8 @@ def slots(model: nn.Module, dtype: torch.dtype | None = None) -> list[Slot]:
     """
     config = config_of(model)
     flat = is_kimi_linear(config)
-    bias = {name: b for name, b in model.named_buffers() if name.endswith(".e_score_correction_bias")}  # the one stored buffer
+    buffers = dict(model.named_buffers())
+    bias = {name: b for name, b in buffers.items() if name.endswith(".e_score_correction_bias")}  # the one buffer stored as itself
     named = {**dict(model.named_parameters()), **bias}
     main = dtype or named[f"{PREFIX}model.embed_tokens.weight"].dtype
     out: list[Slot] = []
@@ -58,11 +61,20 @@ def slots(model: nn.Module, dtype: torch.dtype | None = None) -> list[Slot]:
         name = inner.removeprefix(PREFIX) if flat else inner
         kind = torch.promote_types(main, torch.float32) if FLOAT32.search(inner) else main
         if found := EXPERTS.match(name):
+            scales = buffers.get(f"{inner}_scale")
             for e, part in enumerate(tensor.detach().unbind(0)):
+                if scales is not None:
+                    out += _packed(f"{found[1]}.{e}.{found[2]}", Packed(part, scales[e]), inner)
+                    continue
                 out.append(Slot(f"{found[1]}.{e}.{found[2]}.weight", tuple(part.shape), kind, part, inner))
         else:
             out.append(Slot(name, _stored_shape(inner, tensor, config, flat), kind, tensor.detach(), inner))
     return out
+
+
+def _packed(name: str, both: Packed, inner: str) -> list[Slot]:
+    """The two tensors of a quantised matrix, the scale first: it is needed to read the other."""
+    return [Slot(name + end, both.shape(end), torch.uint8, both.weight, inner, both) for end in (SCALE, PACKED)]
 
 
 def _stored_shape(inner: str, tensor: Tensor, config: ModelConfig, flat: bool) -> tuple[int, ...]:
@@ -83,8 +95,17 @@ def readable_shapes(slot: Slot) -> list[tuple[int, ...]]:
     return [slot.shape, (heads,), (1, 1, heads, 1)]
 
 
+def _ending(slot: Slot) -> str:
+    return slot.name[slot.name.rindex(".") :]
+
+
 def pack(slot: Slot) -> Tensor:
     """The tensor to write: on the CPU, in its stored type and shape, contiguous, `A_log` padded with zeros."""
+    if slot.packed is not None:
+        try:
+            return slot.packed.take(_ending(slot))
+        except ValueError as error:
+            raise UserError(f"tensor {slot.name}: {error}; nothing was written") from None
     value = slot.tensor.to("cpu", slot.dtype)
     padding = torch.Size(slot.shape).numel() - value.numel()
     if padding:
@@ -94,6 +115,8 @@ def pack(slot: Slot) -> Tensor:
 
 def unpack(slot: Slot, stored: Tensor) -> str | None:
     """Copy `stored` (a tensor of one of `readable_shapes`) into the model. Returns what is wrong with it, or None."""
+    if slot.packed is not None:
+        return slot.packed.put(_ending(slot), stored)
     count = slot.tensor.numel()
     flat = stored.flatten()
     if flat.numel() > count and bool(flat[count:].any()):

@@ -27,7 +27,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def read_config(folder: str | Path) -> ModelConfig:
     """The shapes of the model stored in `folder`. Raises `UserError`, one line, when `config.json` is missing or unknown.
 
-    `a_log_storage` is not in the file: it is read off the first stored `A_log` when there are weights.
+    Two settings are read off the weights, where there are any: `a_log_storage` off the first stored `A_log`, and whether the
+    experts are quantised off the names.
     """
     folder = _existing(folder)
     path = folder / "config.json"
@@ -36,7 +37,9 @@ def read_config(folder: str | Path) -> ModelConfig:
     m = config_json.from_json(_read_json(path), str(path))
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
         return m
-    name, file = next(((n, f) for n, f in _weight_map(folder).items() if n.endswith(".A_log")), (None, None))
+    where = _weight_map(folder)
+    m = config_json.quantized_as_stored(m, where, str(folder))
+    name, file = next(((n, f) for n, f in where.items() if n.endswith(".A_log")), (None, None))
     if name is None or file is None:
         return m
     with ExitStack() as stack:
@@ -161,7 +164,10 @@ def _check(file: Any, path: Path, slot: Slot) -> None:
     shape = tuple(header.get_shape())
     if shape not in readable_shapes(slot):
         raise UserError(f"{path}: tensor {slot.name} has shape {list(shape)}; the config asks for {list(slot.shape)}")
-    if header.get_dtype() not in ("BF16", "F16", "F32", "F64"):
+    if slot.packed is not None:
+        if header.get_dtype() != "U8":
+            raise UserError(f"{path}: tensor {slot.name} is stored as {header.get_dtype()}; U8 is expected, MXFP4")
+    elif header.get_dtype() not in ("BF16", "F16", "F32", "F64"):
         raise UserError(f"{path}: tensor {slot.name} is stored as {header.get_dtype()}; a floating type is expected")
 
 
