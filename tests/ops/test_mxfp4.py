@@ -257,7 +257,10 @@ def test_refuses_what_it_cannot_hold_and_names_the_place(bad, dtype):
         (lambda: mxfp4_quantize(torch.ones(2, 32), keep=torch.zeros(2, 2, dtype=torch.uint8)), r"uint8 \[2, 1\] is expected"),
         (lambda: mxfp4_dequantize(torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8)), "do not fit"),
         (lambda: mxfp4_dequantize(torch.zeros(2, 16), torch.zeros(2, 1, dtype=torch.uint8)), "do not fit"),
-        (lambda: mxfp4_dequantize(torch.zeros(2, 16, dtype=torch.uint8), torch.tensor([[0], [255]], dtype=torch.uint8)), r"scale\[1, 0\] is 255"),
+        (
+            lambda: mxfp4_dequantize(torch.zeros(2, 16, dtype=torch.uint8), torch.tensor([[0], [255]], dtype=torch.uint8)),
+            r"scale\[1, 0\] is 255",
+        ),
     ],
 )
 def test_wrong_calls_are_refused(call, word):

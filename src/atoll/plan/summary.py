@@ -97,11 +97,12 @@ def _quantized(listed: dict[str, Any]) -> str:
     for row in listed["tensors"]:
         layer = int(row["name"].split(".layers.")[1].split(".")[0])
         runs.setdefault((row["name"].replace(f".layers.{layer}.", ".layers.{L}."), *map(str, row["shape"])), []).append((layer, row))
-    rows = [("quantised, and nothing else", "matrices", listed["dtype"], "MXFP4")]
+    rows: list[tuple[str, ...]] = [("quantised, and nothing else", "matrices", listed["dtype"], "MXFP4")]
     for (name, *_), found in runs.items():
         layers, every = [layer for layer, _ in found], [row for _, row in found]
         label = name.replace("{L}", f"{layers[0]}-{layers[-1]}").replace("{}", f"0-{every[0]['experts'] - 1}")
-        rows.append((label, f"{sum(r['experts'] for r in every):,}", *(binary(sum(r[k] for r in every)) for k in ("before", "after"))))
+        number, before, after = (sum(r[key] for r in every) for key in ("experts", "before", "after"))
+        rows.append((label, f"{number:,}", binary(before), binary(after)))
     rows.append(("total", f"{listed['matrices']:,}", binary(listed["bytes_before"]), binary(listed["bytes_after"])))
     rounded = {"mxfp4": "weights in MXFP4", "mxfp4+mxfp8": "weights in MXFP4, the rows that enter them in MXFP8"}[listed["quantization"]]
     return f"{_align(rows, rule_before_last=True)}\nIn every pass of the routed experts: {rounded}."

@@ -119,7 +119,7 @@ def _backward_tile(
     gate, up = (v.view(inner).to(dtype) for v in kept)
     h, a, b, h_scale, scale = glu_backward(gate, up, betas, (s, g, h, t, u))
     if quantization == "mxfp4+mxfp8":  # what w2 met was rounded; found by the forward pass's own arithmetic, so that no tie flips
-        h, h_scale = _hidden(*(v.view(inner) for v in kept), betas, scratch, quantization).to(dtype), 1.0
+        h, h_scale = _hidden(kept[0].view(inner), kept[1].view(inner), betas, scratch, quantization).to(dtype), 1.0
     torch.sum(torch.mul(back, h, out=t), -1, out=dp.view(shape[:2])).mul_(h_scale)
     p = p.view(*shape[:2], 1)
     back.mul_(p * scale)
