@@ -220,6 +220,18 @@ def test_pieces_give_what_the_whole_gives(monkeypatch):
     assert same_bits(mxfp4_dequantize(*parts), mxfp4_dequantize(*whole))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_same_bytes_on_a_gpu(dtype):
+    w, (_, keep) = spread(6, 300).to(dtype), any_checkpoint()
+    packed, scale = mxfp4_quantize(w, keep=keep)
+    theirs = mxfp4_quantize(w.cuda(), keep=keep.cuda())
+    assert torch.equal(theirs[0].cpu(), packed)
+    assert torch.equal(theirs[1].cpu(), scale)
+    assert same_bits(mxfp4_dequantize(*theirs, dtype).cpu(), mxfp4_dequantize(packed, scale, dtype))
+    assert same_bits(mxfp4_fake(w.cuda()).cpu(), mxfp4_fake(w))
+
+
 def test_any_leading_shape():
     w = spread(5, 60)
     packed, scale = mxfp4_quantize(w)

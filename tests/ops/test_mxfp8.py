@@ -77,6 +77,16 @@ def test_rounded_values_are_a_fixed_point():
     assert torch.equal(mxfp8_fake(fake), fake)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_same_bytes_on_a_gpu(dtype):
+    x = spread(dtype)
+    (elements, scale), theirs = mxfp8_quantize(x), mxfp8_quantize(x.cuda())
+    assert torch.equal(theirs[0].cpu().view(torch.uint8), elements.view(torch.uint8))
+    assert torch.equal(theirs[1].cpu(), scale)
+    assert torch.equal(mxfp8_fake(x.cuda()).cpu(), mxfp8_fake(x))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows_in_its_group_alone(bad):
     x = torch.ones(2, 64)
