@@ -101,7 +101,7 @@ def test_every_byte_under_many_scales_is_unpacked_alike(scheme):
 
 
 def test_known_differences(scheme):
-    """An exact -0.0 loses its sign there; NaN gives zeros there and is refused here; so do values from 1.75 * 2^127, which saturate here."""
+    """An exact -0.0 loses its sign there; NaN and what is over 1.75 * 2^127 give zeros there, and here an error and the largest value."""
     w = torch.ones(1, 32)
     w[0, 3] = -0.0
     mine, peer = mxfp4_quantize(w)[0], theirs(w, scheme)["weight_packed"]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from atoll.config import ModelConfig, UserError
 from atoll.hub import export, packed, quantized
+from atoll.hub.layout import pack, slots, unpack
 from atoll.hub.load import read_config
 from atoll.model import Model, load
 from atoll.ops import mxfp4_dequantize, mxfp4_quantize
@@ -191,6 +192,21 @@ def test_each_matrix_is_quantised_once_for_both_of_its_tensors(tmp_path, monkeyp
     assert len(calls) == 2 * 6 * 3
     export.save(build(), tmp_path / "b")
     assert len(calls) == 2 * 2 * 6 * 3
+
+
+@pytest.mark.parametrize("seed", [None, 5], ids=["ours", "foreign"])
+def test_bytes_pass_from_folder_to_folder_without_the_model(tmp_path, seed):
+    """Slots of a model on the meta device, given memory one at a time: nothing is decoded, everything comes through, a NaN does not."""
+    export.save(build(), tmp_path / "a")
+    before = stored(edit(tmp_path / "a", foreign(seed)) if seed else tmp_path / "a")
+    for slot in slots(Model(read_config(tmp_path / "a"), device="meta")):
+        held = dataclasses.replace(slot, tensor=torch.empty(slot.tensor.shape, dtype=slot.dtype))
+        assert unpack(held, before[slot.name]) is None
+        assert torch.equal(pack(held), before[slot.name]), slot.name
+        if slot.name.endswith("_scale"):
+            bad = before[slot.name].clone()
+            bad[0, 0] = 255
+            assert "NaN" in str(unpack(held, bad))
 
 
 # ---------------------------------------------------------------- tensors decide

@@ -31,7 +31,7 @@ class Slot:
     dtype: torch.dtype  # type it is written in
     tensor: Tensor  # the model's tensor, or the slice of it that this name holds; shares memory
     inner: str  # the model's own name, for messages
-    packed: Packed | None = None  # where the stored tensor is one of the two of a quantised matrix
+    packed: Packed | None = None  # set where the stored tensor is one of the two of a quantised matrix, `tensor` its place there
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +74,7 @@ def slots(model: nn.Module, dtype: torch.dtype | None = None) -> list[Slot]:
 
 def _packed(name: str, both: Packed, inner: str) -> list[Slot]:
     """The two tensors of a quantised matrix, the scale first: it is needed to read the other."""
-    return [Slot(name + end, both.shape(end), torch.uint8, both.weight, inner, both) for end in (SCALE, PACKED)]
+    return [Slot(name + end, tuple(both.places[end].shape), torch.uint8, both.places[end], inner, both) for end in (SCALE, PACKED)]
 
 
 def _stored_shape(inner: str, tensor: Tensor, config: ModelConfig, flat: bool) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def pack(slot: Slot) -> Tensor:
     """The tensor to write: on the CPU, in its stored type and shape, contiguous, `A_log` padded with zeros."""
     if slot.packed is not None:
         try:
-            return slot.packed.take(_ending(slot))
+            return slot.packed.take(_ending(slot), slot.tensor)
         except ValueError as error:
             raise UserError(f"tensor {slot.name}: {error}; nothing was written") from None
     value = slot.tensor.to("cpu", slot.dtype)
@@ -116,7 +116,7 @@ def pack(slot: Slot) -> Tensor:
 def unpack(slot: Slot, stored: Tensor) -> str | None:
     """Copy `stored` (a tensor of one of `readable_shapes`) into the model. Returns what is wrong with it, or None."""
     if slot.packed is not None:
-        return slot.packed.put(_ending(slot), stored)
+        return slot.packed.put(_ending(slot), slot.tensor, stored)
     count = slot.tensor.numel()
     flat = stored.flatten()
     if flat.numel() > count and bool(flat[count:].any()):

@@ -161,14 +161,22 @@ def _more(names: list[str]) -> str:
 
 def _check(file: Any, path: Path, slot: Slot) -> None:
     header = file.get_slice(slot.name)
+    if slot.packed is not None:
+        _check_packed(header, path, slot)
+        return
     shape = tuple(header.get_shape())
     if shape not in readable_shapes(slot):
         raise UserError(f"{path}: tensor {slot.name} has shape {list(shape)}; the config asks for {list(slot.shape)}")
-    if slot.packed is not None:
-        if header.get_dtype() != "U8":
-            raise UserError(f"{path}: tensor {slot.name} is stored as {header.get_dtype()}; U8 is expected, MXFP4")
-    elif header.get_dtype() not in ("BF16", "F16", "F32", "F64"):
+    if header.get_dtype() not in ("BF16", "F16", "F32", "F64"):
         raise UserError(f"{path}: tensor {slot.name} is stored as {header.get_dtype()}; a floating type is expected")
+
+
+def _check_packed(header: Any, path: Path, slot: Slot) -> None:
+    shape, kind = tuple(header.get_shape()), header.get_dtype()
+    if shape != slot.shape:
+        raise UserError(f"{path}: tensor {slot.name} has shape {list(shape)}; the config asks for {list(slot.shape)}")
+    if kind != "U8":
+        raise UserError(f"{path}: tensor {slot.name} is stored as {kind}; U8 is expected, MXFP4")
 
 
 def _line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atoll.config import ModelConfig, UserError
 from atoll.ops import mxfp4_dequantize, mxfp4_quantize
+from atoll.ops.microscaling import NAN_SCALE
 
 KEY = "quantization_config"
 ACTIVATIONS = "expert_activations"  # ours, "mxfp8": what the released weight-only content has no word for; engines pass over it
@@ -88,29 +89,34 @@ def is_packed(names: Iterable[str], where: str) -> bool:
 class Packed:
     """One expert's matrix, the slice `weight` [out, in] of the model's tensor, with the slice `scale` [out, in/32] of its kept scales.
 
-    Quantised once for both of its tensors: the first that is asked for leaves the other here until it is taken.
+    `places` are its two stored tensors in shape and type: the scales themselves, and a stand-in without memory for the packed
+    numbers. A slot that has other memory in a place is on its way from folder to folder, past the model: its bytes go as they are.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight, self.scale = weight, scale
+        rows, columns = weight.shape
+        self.places = {SCALE: scale, PACKED: torch.empty(rows, columns // 2, dtype=torch.uint8, device="meta")}
         self._ready: dict[str, Tensor] = {}
 
-    def shape(self, suffix: str) -> tuple[int, ...]:
-        """Shape of the tensor that ends in `suffix`."""
-        rows, columns = self.weight.shape
-        return (rows, columns // 2) if suffix == PACKED else tuple(self.scale.shape)
+    def take(self, suffix: str, place: Tensor) -> Tensor:
+        """The tensor to write, on the CPU: quantised once for both, the first asked for leaves the other here until it is taken.
 
-    def take(self, suffix: str) -> Tensor:
-        """The tensor to write, on the CPU. Raises ValueError with the place of a NaN or infinity."""
+        Raises ValueError with the place of a NaN or infinity.
+        """
+        if place is not self.places[suffix]:
+            return place
         if suffix not in self._ready:
             packed, scale = mxfp4_quantize(self.weight, keep=self.scale)
             self._ready = {PACKED: packed.cpu(), SCALE: scale.cpu()}
         return self._ready.pop(suffix)
 
-    def put(self, suffix: str, stored: Tensor) -> str | None:
-        """Read one of the two tensors into the model, the scale first. Returns what is wrong with it, or None."""
-        if suffix == SCALE:
-            self.scale.copy_(stored)
-            return "holds the scale 255, which is NaN" if bool((stored == 255).any()) else None
+    def put(self, suffix: str, place: Tensor, stored: Tensor) -> str | None:
+        """Read one of the two tensors, into the model the scale first. Returns what is wrong with it, or None."""
+        if suffix == SCALE and bool((stored == NAN_SCALE).any()):
+            return f"holds the scale {NAN_SCALE}, which is NaN"
+        if suffix == SCALE or place is not self.places[suffix]:
+            place.copy_(stored)
+            return None
         self.weight.copy_(mxfp4_dequantize(stored, self.scale.cpu(), self.weight.dtype))
         return None if bool(torch.isfinite(self.weight).all()) else f"holds values beyond {self.weight.dtype}"
