@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from atoll.config import ModelConfig, UserError
 from atoll.hub import export, packed, quantized
 from atoll.hub.layout import pack, slots, unpack
-from atoll.hub.load import read_config
+from atoll.hub.load import load_into, read_config
 from atoll.model import Model, load
 from atoll.ops import mxfp4_dequantize, mxfp4_quantize
+from atoll.ops.mxfp4 import mxfp4_fake
 from atoll.plan import render
 from atoll.plan import report as plan_report
 
@@ -243,6 +244,32 @@ def test_plain_tensors_under_a_quantised_config(folder):
     again = load(edit(folder, unpack))
     assert again.config.quantization == "none"
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), again.parameters(), strict=True))
+
+
+def experts(m: Model) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in m.named_parameters() if ".block_sparse_moe.experts." in n}
+
+
+def test_a_plain_folder_begins_a_quantised_training(tmp_path):
+    """As a model is first fine-tuned in MXFP4: read into float masters, scales of an earlier folder forgotten, written packed."""
+    plain = build(quantization="none")
+    export.save(plain, tmp_path / "plain")
+    m = build(quantization="mxfp4+mxfp8")
+    for scale in m.buffers():
+        scale.fill_(3) if scale.dtype == torch.uint8 else None
+    load_into(m, tmp_path / "plain")
+    assert all(torch.equal(p, experts(plain)[n]) for n, p in experts(m).items())
+    assert all((b == 255).all() for b in m.buffers() if b.dtype == torch.uint8)
+    export.save(m, tmp_path / "packed")
+    assert all(torch.equal(p, mxfp4_fake(experts(m)[n])) for n, p in experts(load(tmp_path / "packed")).items())
+
+
+def test_a_packed_folder_is_read_by_a_model_without_quantisation(folder):
+    m = build(quantization="none")
+    load_into(m, folder)
+    assert all(torch.equal(p, experts(m)[n]) for n, p in experts(load(folder)).items())
+    export.save(m, folder)
+    assert not any(t.dtype == torch.uint8 for t in stored(folder).values())
 
 
 def test_matrices_the_ignore_list_forgets_are_stored_plain(folder):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from atoll.config import ModelConfig, UserError
 from atoll.hub.config_json import is_kimi_linear
-from atoll.hub.packed import PACKED, SCALE, Packed
+from atoll.hub.packed import PACKED, SCALE, Packed, scale_shape
 
 PREFIX = "language_model."
 EXPERTS = re.compile(r"(.*\.block_sparse_moe\.experts)\.(w[123])$")
@@ -44,11 +44,12 @@ def config_of(model: nn.Module) -> ModelConfig:
     return cast(ModelConfig, model.config)
 
 
-def slots(model: nn.Module, dtype: torch.dtype | None = None) -> list[Slot]:
+def slots(model: nn.Module, dtype: torch.dtype | None = None, packed: bool | None = None) -> list[Slot]:
     """Every stored tensor of `model`, in the model's order.
 
     `dtype` is the type of most tensors (default: the type of the embedding); the tensors that the release keeps in float32
-    (decay, convolutions, gated norm, router bias) never fall below float32.
+    (decay, convolutions, gated norm, router bias) never fall below float32. `packed` says whether the routed experts stand in the
+    folder in MXFP4; by default they do where the model computes in it.
     """
     config = config_of(model)
     flat = is_kimi_linear(config)
@@ -62,18 +63,21 @@ def slots(model: nn.Module, dtype: torch.dtype | None = None) -> list[Slot]:
         kind = torch.promote_types(main, torch.float32) if FLOAT32.search(inner) else main
         if found := EXPERTS.match(name):
             scales = buffers.get(f"{inner}_scale")
+            as_packed = scales is not None if packed is None else packed
             for e, part in enumerate(tensor.detach().unbind(0)):
-                if scales is not None:
-                    out += _packed(f"{found[1]}.{e}.{found[2]}", Packed(part, scales[e]), inner)
-                    continue
-                out.append(Slot(f"{found[1]}.{e}.{found[2]}.weight", tuple(part.shape), kind, part, inner))
+                place = f"{found[1]}.{e}.{found[2]}"
+                if as_packed:
+                    out += _packed(place, part, None if scales is None else scales[e], inner)
+                else:
+                    out.append(Slot(f"{place}.weight", tuple(part.shape), kind, part, inner))
         else:
             out.append(Slot(name, _stored_shape(inner, tensor, config, flat), kind, tensor.detach(), inner))
     return out
 
 
-def _packed(name: str, both: Packed, inner: str) -> list[Slot]:
-    """The two tensors of a quantised matrix, the scale first: it is needed to read the other."""
+def _packed(name: str, weight: Tensor, scale: Tensor | None, inner: str) -> list[Slot]:
+    """The two tensors of a quantised matrix, the scale first: it is needed to read the other, also where the model keeps none."""
+    both = Packed(weight, weight.new_empty(scale_shape(weight), dtype=torch.uint8) if scale is None else scale)
     return [Slot(name + end, tuple(both.places[end].shape), torch.uint8, both.places[end], inner, both) for end in (SCALE, PACKED)]
 
 

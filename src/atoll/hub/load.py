@@ -18,6 +18,7 @@ from atoll.data import tokenizer as data_tokenizer
 from atoll.data.tokenizer import Tokenizer
 from atoll.hub import config_json
 from atoll.hub.layout import Slot, readable_shapes, slots, unpack
+from atoll.hub.packed import forget_scales, is_packed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -51,18 +52,23 @@ def read_config(folder: str | Path) -> ModelConfig:
 def load_into(model: nn.Module, folder: str | Path) -> None:
     """Copy the weights in `folder` into `model` (built from `read_config(folder)`), converting to the model's types.
 
+    Experts in MXFP4 are read into a model that computes without, and plain ones into a model that is to be trained in MXFP4.
+
     Every name and shape is compared before the first tensor is copied. Raises `UserError`, one line, naming the first tensor
     that is missing, not wanted, misshapen or not finite, or the file that cannot be read.
     """
     folder = _existing(folder)
     where = _weight_map(folder)
-    wanted = {slot.name: slot for slot in slots(model)}
+    packed = is_packed(where, str(folder))
+    wanted = {slot.name: slot for slot in slots(model, packed=packed)}
     _same_names(set(wanted), set(where), folder)
     with ExitStack() as stack:
         files = {file: _open(file, stack) for file in sorted(set(where.values()))}
         for name, slot in wanted.items():
             _check(files[where[name]], where[name], slot)
         with torch.no_grad():
+            if not packed:
+                forget_scales(model)
             for name, slot in wanted.items():
                 if wrong := unpack(slot, files[where[name]].get_tensor(name)):
                     raise UserError(f"{where[name]}: tensor {name} {wrong}; the file is damaged or from another model")
