@@ -383,7 +383,6 @@ MODEL_POSITIVE = (
     *("num_experts", "num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size", "attn_res_block_size"),
     *("rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "initializer_range"),
 )
-MX_GROUP = 32  # numbers of a row that share a scale in the microscaling formats
 TRAIN_POSITIVE = (
     *("steps", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"),
 )
@@ -428,6 +427,9 @@ def validate_model(m: ModelConfig) -> None:
     for name, value in ids.items():
         if not 0 <= value < m.vocab_size:
             _refuse(f"model.{name}", value, f"must be below vocab_size = {m.vocab_size}")
+
+
+MX_GROUP = 32  # numbers of a row that share a scale in the microscaling formats
 
 
 def _validate_quantization(m: ModelConfig) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.config import ModelConfig
-from atoll.hub import quantized
 from atoll.plan import memory, meta, parameters
 
 
@@ -35,6 +34,8 @@ def report(config: ModelConfig, build: bool = True) -> dict[str, Any]:
         "state_bytes": memory.state_bytes(config),
     }
     if config.quantization != "none":
+        from atoll.hub import quantized  # with torch, which the arithmetic does without
+
         plan["quantized"] = quantized.report(config)
     if build:
         wrong = meta.disagreements(config)
