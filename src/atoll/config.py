@@ -83,6 +83,7 @@ class ModelConfig:
     hidden_act: Literal["situ", "silu"] = "situ"  # activation of every GLU
     activation_situ_beta: float = 4.0  # cap of SiTU's gate
     activation_situ_linear_beta: float | None = 25.0  # cap of SiTU's linear half; "none" leaves it uncapped
+    quantization: Literal["none", "mxfp4", "mxfp4+mxfp8"] = "none"  # routed experts: 4-bit weights, and 8-bit activations, in every pass
     residual: Literal["block", "full", "plain"] = "block"  # how layers see earlier layers
     attn_res_block_size: int = 2  # decoder layers in one block of the attention residual
     rms_norm_eps: float = 1e-5  # epsilon of the decoder's norms
@@ -470,6 +471,7 @@ def validate_model(m: ModelConfig) -> None:
         _refuse("model.full_attn_layers", outside, f"layers are counted from 1 to {m.num_hidden_layers}")
     if m.a_log_storage is not None and m.a_log_storage < m.kda_num_heads:
         _refuse("model.a_log_storage", m.a_log_storage, f"must hold kda_num_heads = {m.kda_num_heads}")
+    _validate_quantization(m)
     ids = {"bos_token_id": m.bos_token_id, "eos_token_id": m.eos_token_id, "pad_token_id": m.pad_token_id}
     for name, value in ids.items():
         if not 0 <= value < m.vocab_size:
@@ -495,6 +497,22 @@ def _validate_vision(v: VisionConfig, vocab_size: int, special: dict[str, int]) 
         _refuse("model.vision.media_placeholder_token_id", token, f"must be below vocab_size = {vocab_size}")
     if clash := next((name for name, value in special.items() if value == token), None):
         _refuse("model.vision.media_placeholder_token_id", token, f"is {clash}; take a token of its own")
+
+
+MX_GROUP = 32  # numbers of a row that share a scale in the microscaling formats
+
+
+def _validate_quantization(m: ModelConfig) -> None:
+    if m.quantization == "none":
+        return
+    if m.first_k_dense_replace >= m.num_hidden_layers:
+        _refuse("model.quantization", m.quantization, "no layer has routed experts; lower model.first_k_dense_replace")
+    latent = "hidden_size" if m.routed_expert_hidden_size is None else "routed_expert_hidden_size"
+    for name in (latent, "moe_intermediate_size"):
+        width = getattr(m, name)
+        if width % MX_GROUP:
+            near = -(-width // MX_GROUP) * MX_GROUP
+            _refuse(f"model.{name}", width, f"model.quantization = {m.quantization!r} needs a multiple of {MX_GROUP}, as {near}")
 
 
 def _validate_stages(stages: tuple[StageConfig, ...]) -> None:

@@ -88,10 +88,11 @@ def test_released_flat_file():
     assert (m.routed_scaling_factor, m.num_shared_experts, m.hidden_act) == (2.446, 1, "silu")
 
 
-@pytest.mark.parametrize("folder", ["k3_tiny", "kimi_linear_tiny"])
+@pytest.mark.parametrize("folder", ["k3_tiny", "k3_tiny_mxfp4", "kimi_linear_tiny"])
 def test_every_released_key_with_a_meaning_is_written_as_released(folder):
-    mine, theirs = to_json(read_config(GOLDEN / folder), "float32", max_length=4096), released(folder)
-    if folder == "k3_tiny":
+    theirs = released(folder)
+    mine = to_json(read_config(GOLDEN / folder), theirs["dtype"], max_length=4096)
+    if folder.startswith("k3_tiny"):
         assert {k: mine[k] for k in mine if k in theirs and k != "text_config"} == {k: theirs[k] for k in mine if k != "text_config"}
         mine, theirs = mine["text_config"], theirs["text_config"]
     assert {k: theirs.get(k) for k in mine} == mine
@@ -120,7 +121,10 @@ def test_a_nested_file_without_text_config_is_read_too():
         (("text_config", "hidden_act"), "gelu", ["hidden_act", "gelu"]),
         (("text_config", "moe_layer_freq"), 2, ["moe_layer_freq", "2"]),
         (("text_config", "moe_router_activation_func"), "softmax", ["moe_router_activation_func"]),
-        (("text_config", "quantization_config"), {"format": "mxfp4-pack-quantized"}, ["mxfp4-pack-quantized", "not supported yet"]),
+        (("text_config", "quantization_config"), {"format": "nvfp4-pack-quantized"}, ["nvfp4-pack-quantized", "mxfp4-pack-quantized"]),
+        (("quantization_config",), {"quant_method": "fp8"}, ["quantization_config", "fp8", "mxfp4-pack-quantized"]),
+        (("text_config", "quantization_config"), 3, ["quantization_config", "3"]),
+        (("text_config", "expert_activations"), "int8", ["expert_activations", "int8", "mxfp8"]),
         (("text_config", "linear_attn_config"), ..., ["linear_attn_config", "missing"]),
         (("text_config", "linear_attn_config"), 3, ["linear_attn_config", "3"]),
         (("text_config", "linear_attn_config", "full_attn_layers"), [0, 5], ["full_attn_layers"]),

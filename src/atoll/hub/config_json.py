@@ -7,10 +7,13 @@ tower) and the flat `kimi_linear` form of Kimi-Linear, which knows none of the b
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from atoll.config import ConfigError, ModelConfig, UserError, merge, validate_model
+from atoll.hub import packed
 
 # Keys that are fields of the same name; SHAPES must stand in a file, the rest have defaults.
 OPTIONAL = ("q_lora_rank", "moe_renormalize", "routed_scaling_factor", "rms_norm_eps", "initializer_range")
@@ -77,8 +80,8 @@ def to_json(m: ModelConfig, dtype: str = "bfloat16", max_length: int = MAX_LENGT
     """The `config.json` of `m`; `dtype` names the type most tensors are stored in."""
     if is_kimi_linear(m):
         inert = {"head_dim": m.hidden_size // m.num_attention_heads, "rope_theta": 10000.0, "rope_scaling": None}
-        return {**_common(m), **inert, "dtype": dtype, "model_max_length": max_length}
-    text = {**_common(m), **_blueprint(m), "dtype": dtype, "max_position_embeddings": max_length}
+        return {**_common(m), **packed.to_json(m), **inert, "dtype": dtype, "model_max_length": max_length}
+    text = {**_common(m), **_blueprint(m), **packed.to_json(m), "dtype": dtype, "max_position_embeddings": max_length}
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
         **{key: getattr(m, key) for key in SPECIAL},
@@ -149,9 +152,6 @@ def from_json(tree: Any, name: str = "config.json") -> ModelConfig:
     if not isinstance(tree, dict):
         raise UserError(f"{name}: an object of settings is expected")
     text = _text_part(tree, name)
-    if text.get("quantization_config"):
-        method = text["quantization_config"].get("format", "quantised") if isinstance(text["quantization_config"], dict) else "quantised"
-        raise UserError(f"{name}: quantization_config = {method!r}: quantised weights are not supported yet; give an unquantised folder")
     _require(text, (*SHAPES, "linear_attn_config"), name, "")
     for key, value in FIXED.items():
         if text.get(key, value) not in (value, None):
@@ -167,6 +167,7 @@ def from_json(tree: Any, name: str = "config.json") -> ModelConfig:
     fields |= {field: linear[key] for key, field in LINEAR.items()}
     fields |= _translated(text, linear, name)
     fields["vision"] = _vision_fields(tree, text, name)
+    fields["quantization"] = packed.from_json({**tree, **text}, name)
     return _build(fields, name)
 
 
@@ -187,6 +188,13 @@ def _vision_fields(tree: dict[str, Any], text: dict[str, Any], name: str) -> dic
             raise UserError(f"{name}: vision_config.{key} = {tower[key]!r}: only {value!r} is supported")
     fields = {key: tower[key] for key in VISION}
     return {**fields, "norm_eps": tower.get("norm_eps"), PLACEHOLDER: tree[PLACEHOLDER]}
+
+
+def quantized_as_stored(m: ModelConfig, names: Iterable[str], folder: str) -> ModelConfig:
+    """`m` with its experts quantised if the tensors `names` of `folder` are, whatever the file said; the rounding of activations is its."""
+    if not packed.is_packed(names, folder):
+        return dataclasses.replace(m, quantization="none")
+    return m if m.quantization != "none" else _checked(dataclasses.replace(m, quantization="mxfp4"), folder)
 
 
 def _text_part(tree: dict[str, Any], name: str) -> dict[str, Any]:
@@ -239,6 +247,13 @@ def _translated(text: dict[str, Any], linear: dict[str, Any], name: str) -> dict
 def _build(fields: dict[str, Any], name: str) -> ModelConfig:
     try:
         m = merge(ModelConfig(), fields, "")  # checks and converts every value as in a TOML file
+    except ConfigError as error:
+        raise UserError(f"{name}: {error}") from None
+    return _checked(m, name)
+
+
+def _checked(m: ModelConfig, name: str) -> ModelConfig:
+    try:
         validate_model(m)
     except ConfigError as error:
         raise UserError(f"{name}: {error}") from None

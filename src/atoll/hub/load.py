@@ -18,6 +18,7 @@ from atoll.data import tokenizer as data_tokenizer
 from atoll.data.tokenizer import Tokenizer
 from atoll.hub import config_json
 from atoll.hub.layout import Slot, readable_shapes, slots, unpack
+from atoll.hub.packed import forget_scales, is_packed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,7 +29,8 @@ DENSE = re.compile(r"\.mlp\.((gate|up|down)_proj\.weight)$")
 def read_config(folder: str | Path) -> ModelConfig:
     """The shapes of the model stored in `folder`. Raises `UserError`, one line, when `config.json` is missing or unknown.
 
-    `a_log_storage` is not in the file: it is read off the first stored `A_log` when there are weights.
+    Two settings are read off the weights, where there are any: `a_log_storage` off the first stored `A_log`, and whether the
+    experts are quantised off the names.
     """
     folder = _existing(folder)
     path = folder / "config.json"
@@ -37,7 +39,9 @@ def read_config(folder: str | Path) -> ModelConfig:
     m = config_json.from_json(_read_json(path), str(path))
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
         return m
-    name, file = next(((n, f) for n, f in _weight_map(folder).items() if n.endswith(".A_log")), (None, None))
+    where = _weight_map(folder)
+    m = config_json.quantized_as_stored(m, where, str(folder))
+    name, file = next(((n, f) for n, f in where.items() if n.endswith(".A_log")), (None, None))
     if name is None or file is None:
         return m
     with ExitStack() as stack:
@@ -49,18 +53,23 @@ def read_config(folder: str | Path) -> ModelConfig:
 def load_into(model: nn.Module, folder: str | Path) -> None:
     """Copy the weights in `folder` into `model` (built from `read_config(folder)`), converting to the model's types.
 
+    Experts in MXFP4 are read into a model that computes without, and plain ones into a model that is to be trained in MXFP4.
+
     Every name and shape is compared before the first tensor is copied. Raises `UserError`, one line, naming the first tensor
     that is missing, not wanted, misshapen or not finite, or the file that cannot be read.
     """
     folder = _existing(folder)
     where = _weight_map(folder)
-    wanted = {slot.name: slot for slot in (_as_stored(slot, where) for slot in slots(model))}
+    packed = is_packed(where, str(folder))
+    wanted = {slot.name: slot for slot in (_as_stored(slot, where) for slot in slots(model, packed=packed))}
     _same_names(set(wanted), set(where), folder)
     with ExitStack() as stack:
         files = {file: _open(file, stack) for file in sorted(set(where.values()))}
         for name, slot in wanted.items():
             _check(files[where[name]], where[name], slot)
         with torch.no_grad():
+            if not packed:
+                forget_scales(model)
             for name, slot in wanted.items():
                 if wrong := unpack(slot, files[where[name]].get_tensor(name)):
                     raise UserError(f"{where[name]}: tensor {name} {wrong}; the file is damaged or from another model")
@@ -166,11 +175,22 @@ def _more(names: list[str]) -> str:
 
 def _check(file: Any, path: Path, slot: Slot) -> None:
     header = file.get_slice(slot.name)
+    if slot.packed is not None:
+        _check_packed(header, path, slot)
+        return
     shape = tuple(header.get_shape())
     if shape not in readable_shapes(slot):
         raise UserError(f"{path}: tensor {slot.name} has shape {list(shape)}; the config asks for {list(slot.shape)}")
     if header.get_dtype() not in ("BF16", "F16", "F32", "F64"):
         raise UserError(f"{path}: tensor {slot.name} is stored as {header.get_dtype()}; a floating type is expected")
+
+
+def _check_packed(header: Any, path: Path, slot: Slot) -> None:
+    shape, kind = tuple(header.get_shape()), header.get_dtype()
+    if shape != slot.shape:
+        raise UserError(f"{path}: tensor {slot.name} has shape {list(shape)}; the config asks for {list(slot.shape)}")
+    if kind != "U8":
+        raise UserError(f"{path}: tensor {slot.name} is stored as {kind}; U8 is expected, MXFP4")
 
 
 def _line(error: BaseException) -> str:

@@ -64,6 +64,7 @@ def build_mlp(c: ModelConfig, layer: int, balance: BalanceConfig, **factory) -> 
         renormalize=c.moe_renormalize,
         scale=c.routed_scaling_factor,
         weights_from=c.router_weights,
+        quantization=c.quantization,
         eps=c.rms_norm_eps,
         balance=balance.kind,
         bins=balance.bins,

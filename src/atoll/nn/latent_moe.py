@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from atoll.nn.linear import Linear, RMSNorm
 from atoll.nn.mlp import GatedMLP
 from atoll.ops import QuantileHistogram, experts_mlp, quantile_bias, route
+from atoll.ops.microscaling import GROUP, NAN_SCALE
 from atoll.ops.routing import route_weights
 
 
@@ -44,12 +45,29 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Weights of all routed experts, stacked: w1 (gate) and w3 (up) [E,I,L], w2 (down) [E,L,I]."""
+    """Weights of all routed experts, stacked: w1 (gate) and w3 (up) [E,I,L], w2 (down) [E,L,I].
 
-    def __init__(self, experts: int, dim: int, hidden: int, **factory) -> None:
+    Quantised, each has beside it the scales it was read with, `w1_scale` uint8 [E,I,L/32] and so on, 255 where there is none: the values
+    do not depend on them, but a group that still is what its scale says is written back under it, byte for byte.
+    """
+
+    def __init__(self, experts: int, dim: int, hidden: int, quantized: bool = False, **factory) -> None:
         super().__init__()
+        if quantized and (dim % GROUP or hidden % GROUP):
+            raise ValueError(f"dim = {dim} and hidden = {hidden}: must be multiples of {GROUP} to be quantised")
         self.w1, self.w3 = (nn.Parameter(torch.empty(experts, hidden, dim, **factory)) for _ in range(2))
         self.w2 = nn.Parameter(torch.empty(experts, dim, hidden, **factory))
+        if quantized:
+            for name, w in (("w1", self.w1), ("w3", self.w3), ("w2", self.w2)):
+                shape = (*w.shape[:-1], w.shape[-1] // GROUP)
+                self.register_buffer(f"{name}_scale", torch.full(shape, NAN_SCALE, dtype=torch.uint8, device=w.device))
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Every matrix normal(0, std), no scale kept."""
+        for weight in (self.w1, self.w3, self.w2):
+            nn.init.normal_(weight, std=std)
+        for scale in self.buffers():
+            scale.fill_(NAN_SCALE)
 
 
 class LatentMoE(nn.Module):
@@ -63,6 +81,7 @@ class LatentMoE(nn.Module):
         experts, top_k: E and k. hidden: inner width of one expert. shared: shared experts, fused into one MLP.
         renormalize, scale: mixture weights are scores over their sum, times `scale`.
         weights_from: "unbiased" scores, or "biased" as the released Kimi-Linear code does.
+        quantization: "none", "mxfp4" or "mxfp4+mxfp8": how the routed experts compute, in training and evaluation alike; see `experts_mlp`.
         balance: "quantile" or "none". bins: histogram bins, or None for the exact rule. ema: share of the old bias kept.
     """
 
@@ -79,6 +98,7 @@ class LatentMoE(nn.Module):
         renormalize: bool = True,
         scale: float = 1.0,
         weights_from: str = "unbiased",
+        quantization: str = "none",
         activation: str = "situ",
         beta: float = 4.0,
         linear_beta: float | None = 25.0,
@@ -94,10 +114,11 @@ class LatentMoE(nn.Module):
             raise ValueError(f"top_k = {top_k}: must be below experts = {experts}")
         self.top_k, self.renormalize, self.scale, self.weights_from = top_k, renormalize, scale, weights_from
         self.activation, self.beta, self.linear_beta = activation, beta, linear_beta
+        self.quantization = quantization
         self.balance, self.bins, self.ema = balance, bins, ema
         weights = {"device": device, "dtype": dtype}
         self.gate = Router(dim, experts, **weights)
-        self.experts = Experts(experts, latent_dim or dim, hidden, **weights)
+        self.experts = Experts(experts, latent_dim or dim, hidden, quantization != "none", **weights)
         self.routed_expert_down_proj = Linear(dim, latent_dim, **weights) if latent_dim else None
         self.routed_expert_norm = RMSNorm(latent_dim, eps, **weights) if latent_dim and latent_norm else None
         self.routed_expert_up_proj = Linear(latent_dim, dim, **weights) if latent_dim else None
@@ -113,8 +134,8 @@ class LatentMoE(nn.Module):
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Every matrix normal(0, std), norm weight 1, bias 0."""
-        for weight in (self.gate.weight, self.experts.w1, self.experts.w3, self.experts.w2):
-            nn.init.normal_(weight, std=std)
+        nn.init.normal_(self.gate.weight, std=std)
+        self.experts.reset_parameters(std)
         for proj in (self.routed_expert_down_proj, self.routed_expert_up_proj):
             if proj is not None:
                 nn.init.normal_(proj.weight, std=std)
@@ -131,7 +152,8 @@ class LatentMoE(nn.Module):
         ids, weights = self._route(flat, None if mask is None else mask.reshape(-1), routing)
         latent = flat if self.routed_expert_down_proj is None else self.routed_expert_down_proj(flat)
         e = self.experts
-        out = experts_mlp(latent, ids, weights, e.w1, e.w3, e.w2, activation=self.activation, beta=self.beta, linear_beta=self.linear_beta)
+        act = {"activation": self.activation, "beta": self.beta, "linear_beta": self.linear_beta}
+        out = experts_mlp(latent, ids, weights, e.w1, e.w3, e.w2, **act, quantization=self.quantization)
         if self.routed_expert_norm is not None:
             out = self.routed_expert_norm(out)
         if self.routed_expert_up_proj is not None:

@@ -5,6 +5,7 @@ from atoll.ops.attn_res import attn_res
 from atoll.ops.experts import experts_mlp
 from atoll.ops.kda import kda, kda_step, kernel_report
 from atoll.ops.mxfp4 import mxfp4_dequantize, mxfp4_quantize
+from atoll.ops.mxfp8 import mxfp8_dequantize, mxfp8_quantize
 from atoll.ops.routing import QuantileHistogram, quantile_bias, route
 from atoll.ops.situ import situ_glu
 
@@ -17,6 +18,8 @@ __all__ = [
     "kernel_report",
     "mxfp4_dequantize",
     "mxfp4_quantize",
+    "mxfp8_dequantize",
+    "mxfp8_quantize",
     "quantile_bias",
     "route",
     "situ_glu",

@@ -33,6 +33,10 @@ def report(config: ModelConfig, build: bool = True) -> dict[str, Any]:
         "weight_bytes": memory.weight_bytes(config),
         "state_bytes": memory.state_bytes(config),
     }
+    if config.quantization != "none":
+        from atoll.hub import quantized  # with torch, which the arithmetic does without
+
+        plan["quantized"] = quantized.report(config)
     if build:
         wrong = meta.disagreements(config)
         plan["built"] = {"agrees": not wrong, "differs": {name: list(pair) for name, pair in wrong.items()}}
@@ -42,6 +46,8 @@ def report(config: ModelConfig, build: bool = True) -> dict[str, Any]:
 def render(plan: dict[str, Any]) -> str:
     """The plan as aligned text, at most 100 columns."""
     parts = [_groups(plan), _convention(plan), _weights(plan["weight_bytes"]), _state(plan["state_bytes"])]
+    if "quantized" in plan:
+        parts.append(_quantized(plan["quantized"]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -84,6 +90,23 @@ def _weights(sizes: dict[str, int]) -> str:
         "mxfp4": "the same, routed experts in MXFP4",
     }
     return _align([("weights", "bytes", ""), *((names[k], f"{v:,}", binary(v)) for k, v in sizes.items())])
+
+
+def _quantized(listed: dict[str, Any]) -> str:
+    """Which tensors are quantised: layers that follow one another share a row."""
+    runs: dict[tuple[str, ...], list[tuple[int, dict[str, Any]]]] = {}
+    for row in listed["tensors"]:
+        layer = int(row["name"].split(".layers.")[1].split(".")[0])
+        runs.setdefault((row["name"].replace(f".layers.{layer}.", ".layers.{L}."), *map(str, row["shape"])), []).append((layer, row))
+    rows: list[tuple[str, ...]] = [("quantised, and nothing else", "matrices", listed["dtype"], "MXFP4")]
+    for (name, *_), found in runs.items():
+        layers, every = [layer for layer, _ in found], [row for _, row in found]
+        label = name.replace("{L}", f"{layers[0]}-{layers[-1]}").replace("{}", f"0-{every[0]['experts'] - 1}")
+        number, before, after = (sum(r[key] for r in every) for key in ("experts", "before", "after"))
+        rows.append((label, f"{number:,}", binary(before), binary(after)))
+    rows.append(("total", f"{listed['matrices']:,}", binary(listed["bytes_before"]), binary(listed["bytes_after"])))
+    rounded = {"mxfp4": "weights in MXFP4", "mxfp4+mxfp8": "weights in MXFP4, the rows that enter them in MXFP8"}[listed["quantization"]]
+    return f"{_align(rows, rule_before_last=True)}\nIn every pass of the routed experts: {rounded}."
 
 
 def _state(sizes: dict[str, int]) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from atoll.ops.experts.grouped import Grouped
 from atoll.ops.experts.reference import experts_mlp_reference
+from atoll.ops.microscaling import GROUP
 
 __all__ = ["experts_mlp", "experts_mlp_reference"]
 
@@ -22,6 +23,13 @@ def _check(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: 
         raise ValueError(f"x and the experts' weights must have one dtype, not {x.dtype}, {w1.dtype}, {w3.dtype}, {w2.dtype}")
 
 
+def _check_quantization(quantization: str, x: Tensor, w2: Tensor) -> None:
+    if quantization not in ("none", "mxfp4", "mxfp4+mxfp8"):
+        raise ValueError(f'quantization = {quantization!r} must be "none", "mxfp4" or "mxfp4+mxfp8"')
+    if quantization != "none" and (x.shape[1] % GROUP or w2.shape[2] % GROUP):
+        raise ValueError(f"with quantization = {quantization!r}: L = {x.shape[1]} and I = {w2.shape[2]} must be multiples of {GROUP}")
+
+
 def experts_mlp(
     x: Tensor,
     ids: Tensor,
@@ -33,6 +41,7 @@ def experts_mlp(
     activation: str = "situ",
     beta: float = 4.0,
     linear_beta: float | None = 25.0,
+    quantization: str = "none",
 ) -> Tensor:
     """sum_j weights[t, j] * w2[e] act(w1[e] x[t], w3[e] x[t]) with e = ids[t, j].
 
@@ -41,6 +50,9 @@ def experts_mlp(
     an expert's output is rounded to x.dtype, then weighted and summed in at least float32, in the order of ids[t]. Gradients to x,
     weights, w1, w3, w2, once; for them two numbers of x.dtype an assignment and inner channel are kept. Only visited experts' weights
     are read.
+    quantization: "none"; "mxfp4": the weights are rounded to MXFP4 as `mxfp4_quantize` would; "mxfp4+mxfp8": the rows that enter w1, w3 and
+    w2 to MXFP8 too. The gradient goes straight through: to the unrounded weights and rows as if they were the rounded ones (Bengio et al.,
+    arXiv 1308.3432), which the products of the backward pass are taken with. Nothing is cached: weights that change are rounded anew.
     Same inputs, same bits, at any one number of threads. With the ids of all tokens unchanged, a token's output does not depend,
     bit for bit, on other tokens' x or weights; when other tokens change experts, the sizes of the matmuls change and may move its last bit.
     Source: Kimi K3 report, arXiv 2607.24653, eq. 11; LatentMoE, arXiv 2601.18089. Raises ValueError on shapes, dtypes or ids out of range.
@@ -48,6 +60,7 @@ def experts_mlp(
     _check(x, ids, weights, w1, w3, w2)
     if activation not in ("situ", "silu"):
         raise ValueError(f'activation = {activation!r} must be "situ" or "silu"')
+    _check_quantization(quantization, x, w2)
     betas = (beta, linear_beta) if activation == "situ" else None
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, w1, w3, w2))
-    return Grouped.apply(x, ids, weights, w1, w3, w2, betas, keep)  # type: ignore[no-any-return]
+    return Grouped.apply(x, ids, weights, w1, w3, w2, betas, quantization, keep)  # type: ignore[no-any-return]

@@ -4,10 +4,15 @@ Each tile gathers its rows and its experts' weights into buffers that all tiles 
 whole-size tensors are only the experts' outputs by padded row and, backward, the rows' gradients. Kept for the backward pass are
 the inputs and the two pre-activations of each assignment (recomputing those too takes 12 % longer on a CPU); the activation is
 recomputed. No atomics: a token's sum runs over its k rows in order.
+
+Quantisation rounds what a tile has gathered: its experts' weights, and the rows that enter its two matmuls. So only visited experts are
+rounded, nothing of the size of all weights is kept, and the backward pass, which multiplies by what the forward pass multiplied by,
+hands the gradient of the rounded weights and rows on as that of the unrounded (straight-through).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from atoll.ops.experts.layout import Layout, Tile, build
+from atoll.ops.mxfp4 import mxfp4_fake
+from atoll.ops.mxfp8 import mxfp8_fake
 from atoll.ops.situ import Betas, glu_backward, glu_forward, wide
 
 
@@ -50,26 +57,40 @@ def _padded(values: Tensor, layout: Layout) -> Tensor:
     return flat.index_select(0, layout.assignment)
 
 
+def _weights(w: Sequence[Tensor], tile: Tile, scratch: _Scratch, quantization: str) -> Iterator[Tensor]:
+    """The tile's w1, w3, w2, as the matmuls take them."""
+    for name, v in zip(("w1", "w3", "w2"), w, strict=True):
+        rows = scratch.rows(name, v, tile.experts)
+        yield rows if quantization == "none" else mxfp4_fake(rows, out=rows)
+
+
+def _hidden(gate: Tensor, up: Tensor, betas: Betas, scratch: _Scratch, quantization: str) -> Tensor:
+    """The rows that enter w2, in the type of gate and up."""
+    dtype = wide(gate.dtype)
+    hidden, up_out, spare = (scratch(name, *gate.shape, dtype=dtype) for name in ("hidden", "up out", "spare"))
+    out = glu_forward(gate.to(dtype), up.to(dtype), betas, hidden, up_out, spare).to(gate.dtype)
+    return mxfp8_fake(out, out=out) if quantization == "mxfp4+mxfp8" else out
+
+
 def _forward_tile(
     tile: Tile,
     tokens: Tensor,
     x: Tensor,
     w: tuple[Tensor, Tensor, Tensor],
     betas: Betas,
+    quantization: str,
     scratch: _Scratch,
     kept: tuple[Tensor, Tensor] | None,
     out: Tensor,
 ) -> None:
     """Writes the tile's outputs out [rows, L] and, where asked, its pre-activations, each kept [rows, I]."""
     rows = scratch.rows("rows", x, tokens, tile.experts.numel(), tile.capacity, x.shape[1])
-    w1, w3, w2 = (scratch.rows(name, v, tile.experts) for name, v in zip(("w1", "w3", "w2"), w, strict=True))
-    shape, dtype = (*rows.shape[:2], w1.shape[1]), wide(x.dtype)
+    w1, w3, w2 = _weights(w, tile, scratch, quantization)
+    shape = (*rows.shape[:2], w1.shape[1])
     gate, up = (scratch("gate", *shape), scratch("up", *shape)) if kept is None else (t.view(shape) for t in kept)
     torch.bmm(rows, w1.mT, out=gate)
     torch.bmm(rows, w3.mT, out=up)
-    hidden, up_out, spare = (scratch(name, *shape, dtype=dtype) for name in ("hidden", "up out", "spare"))
-    glu_forward(gate.to(dtype), up.to(dtype), betas, hidden, up_out, spare)
-    torch.bmm(hidden.to(x.dtype), w2.mT, out=out.view(rows.shape))
+    torch.bmm(_hidden(gate, up, betas, scratch, quantization), w2.mT, out=out.view(rows.shape))
 
 
 def _backward_tile(
@@ -80,6 +101,7 @@ def _backward_tile(
     p: Tensor,
     w: list[Tensor],
     betas: Betas,
+    quantization: str,
     scratch: _Scratch,
     kept: tuple[Tensor, Tensor],
     dp: Tensor,
@@ -89,13 +111,15 @@ def _backward_tile(
     """Writes the tile's part of the gradients: dp [rows], dx [rows, L] and the experts' places in dw. The token's weight is p [rows]."""
     shape = (tile.experts.numel(), tile.capacity, x.shape[1])
     rows, g_rows = scratch.rows("rows", x, tokens, *shape), scratch.rows("grad", grad, tokens, *shape)
-    w1, w3, w2 = (scratch.rows(name, v, tile.experts) for name, v in zip(("w1", "w3", "w2"), w, strict=True))
+    w1, w3, w2 = _weights(w, tile, scratch, quantization)
     inner, dtype = (*shape[:2], w1.shape[1]), wide(x.dtype)
     # the gradient of the hidden activations before the token's weight
     back = torch.bmm(g_rows, w2, out=scratch("back", *inner)).to(dtype)
     s, g, h, t, u = (scratch(name, *inner, dtype=dtype) for name in ("s", "g", "h", "t", "u"))
     gate, up = (v.view(inner).to(dtype) for v in kept)
     h, a, b, h_scale, scale = glu_backward(gate, up, betas, (s, g, h, t, u))
+    if quantization == "mxfp4+mxfp8":  # what w2 met was rounded; found by the forward pass's own arithmetic, so that no tie flips
+        h, h_scale = _hidden(kept[0].view(inner), kept[1].view(inner), betas, scratch, quantization).to(dtype), 1.0
     torch.sum(torch.mul(back, h, out=t), -1, out=dp.view(shape[:2])).mul_(h_scale)
     p = p.view(*shape[:2], 1)
     back.mul_(p * scale)
@@ -109,12 +133,15 @@ def _backward_tile(
 
 
 class Grouped(torch.autograd.Function):
-    """(x, ids, weights, w1, w3, w2, betas, keep) -> [T, L]; see `experts_mlp`. keep: a backward pass may follow."""
+    """(x, ids, weights, w1, w3, w2, betas, quantization, keep) -> [T, L]; see `experts_mlp`. keep: a backward pass may follow."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, betas: Betas, keep: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        w1, w3, w2, betas, quantization, keep = rest
         layout = build(ids, w1.shape[0])
-        ctx.layout, ctx.betas = layout, betas
+        ctx.layout, ctx.betas, ctx.quantization = layout, betas, quantization
+        if quantization == "mxfp4+mxfp8":
+            x = mxfp8_fake(x)
         kept = [x.new_empty(layout.rows, w1.shape[1]) for _ in range(2)] if keep else []
         ctx.save_for_backward(x, weights, w1, w3, w2, *kept)
         if layout.rows == 0:
@@ -123,7 +150,7 @@ class Grouped(torch.autograd.Function):
         for tile in layout.tiles:
             at = slice(tile.start, tile.stop)
             tile_kept = (kept[0][at], kept[1][at]) if keep else None
-            _forward_tile(tile, layout.token[at], x, (w1, w3, w2), betas, scratch, tile_kept, out[at])
+            _forward_tile(tile, layout.token[at], x, (w1, w3, w2), betas, quantization, scratch, tile_kept, out[at])
         return _sum(out, layout, weights.to(wide(x.dtype)), x.dtype)
 
     @staticmethod
@@ -132,7 +159,7 @@ class Grouped(torch.autograd.Function):
         x, weights, w1, w3, w2, gate, up = ctx.saved_tensors
         layout, w = ctx.layout, [w1, w3, w2]
         if layout.rows == 0:
-            return torch.zeros_like(x), None, torch.zeros_like(weights), *(torch.zeros_like(v) for v in w), None, None
+            return torch.zeros_like(x), None, torch.zeros_like(weights), *(torch.zeros_like(v) for v in w), None, None, None
         grad, p = grads[0].contiguous(), _padded(weights.to(wide(x.dtype)), layout)
         dp, dx = torch.empty_like(p), x.new_empty(layout.rows, x.shape[1])
         needed = zip(w, ctx.needs_input_grad[3:6], strict=True)
@@ -140,6 +167,7 @@ class Grouped(torch.autograd.Function):
         scratch = _Scratch(x)
         for tile in layout.tiles:
             at = slice(tile.start, tile.stop)
-            _backward_tile(tile, layout.token[at], x, grad, p[at], w, ctx.betas, scratch, (gate[at], up[at]), dp[at], dx[at], dw)
+            tile_kept, options = (gate[at], up[at]), (ctx.betas, ctx.quantization)
+            _backward_tile(tile, layout.token[at], x, grad, p[at], w, *options, scratch, tile_kept, dp[at], dx[at], dw)
         d_weights = dp.index_select(0, layout.slot.view(-1)).view_as(weights).to(weights.dtype)
-        return _sum(dx, layout, None, x.dtype), None, d_weights, *dw, None, None
+        return _sum(dx, layout, None, x.dtype), None, d_weights, *dw, None, None, None
