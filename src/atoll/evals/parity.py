@@ -1,4 +1,4 @@
-"""Are two implementations the same model? Logits of another one against ours: size of the differences, and whether a near tie explains them.
+"""Are two implementations the same model? Another one's logits against ours: how far apart, and whether near ties explain it.
 
 Equality of float32 logits does not survive a router: two right implementations may take different experts where scores are tied to
 within rounding. So the report lists the near-tied decisions, and where outputs differ it searches for the ones that, taken the other
@@ -19,7 +19,7 @@ from torch import Tensor
 from atoll.config import UserError
 from atoll.evals.ties import Pass, Tie, near_ties, observe
 
-Say = Callable[[str], None]
+DEPTH = 3  # flips looked for together to explain one token
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,9 @@ def _check(model: Any, reference: Reference) -> None:
         raise UserError(f"{reference.name}: logits over {reference.logits.shape[-1]} tokens, the model has vocab_size = {vocab}")
     if int(reference.input_ids.max()) >= vocab or int(reference.input_ids.min()) < 0:
         raise UserError(f"{reference.name}: input_ids outside 0 to {vocab - 1}")
-    if reference.routing is not None and len(reference.routing) != len(model.moe_layers()):
-        raise UserError(
-            f"{reference.name}: routing for {len(reference.routing)} layers, the model has {len(model.moe_layers())} with experts"
-        )
+    layers = len(model.moe_layers())
+    if reference.routing is not None and len(reference.routing) != layers:
+        raise UserError(f"{reference.name}: routing for {len(reference.routing)} layers, the model has {layers} with experts")
 
 
 def measure(theirs: Tensor, ours: Tensor) -> dict[str, float]:
@@ -132,7 +131,7 @@ def _forced(model: Any, reference: Reference, ours: Pass, theirs: Tensor) -> dic
 
 
 def _search(model: Any, ids: Tensor, theirs: Tensor, ours: Pass, atol: float, tie: float, max_passes: int) -> tuple[list[Tie], Pass, int]:
-    """Flips of near ties after which the least differs, row by row, from each row's first differing token on."""
+    """Flips of near ties, row by row, from each row's first differing token on; the run with them; forward passes spent."""
     flips: list[Tie] = []
     spent = 1
     for row in range(ids.shape[0]):
@@ -149,7 +148,7 @@ def _rows(per_layer: list[Tensor], row: int, ids: Tensor) -> list[Tensor]:
 
 
 def _search_row(model: Any, ids: Tensor, theirs: Tensor, seen: Pass, atol: float, tie: float, budget: int) -> tuple[list[Tie], int]:
-    """One row: make the first differing token agree, by one flip or two at it or before it, and go on from the next that differs."""
+    """One row: make its first differing token agree, then the next that differs, until none does or no flips help."""
     flips: list[Tie] = []
     passes = 0
     while True:
@@ -157,20 +156,53 @@ def _search_row(model: Any, ids: Tensor, theirs: Tensor, seen: Pass, atol: float
         if not len(apart):
             return flips, passes
         first = int(apart[0])
-        taken = {_pair(f) for f in flips}
-        candidates = [t for t in near_ties(model, seen, tie) if t.position <= first and _pair(t) not in taken]
-        candidates.sort(key=lambda t: (first - t.position, abs(t.margin)))
-        for chosen in itertools.chain(((t,) for t in candidates), itertools.combinations(candidates, 2)):
-            cost = len({f.layer for f in (*flips, *chosen)}) + 1
-            if passes + cost > budget:
-                return flips, passes
-            trial = observe(model, ids, [*flips, *chosen])
-            passes += cost
-            if not bool((_apart(trial.logits, theirs) > atol)[0, : first + 1].any()):
-                flips, seen = [*flips, *chosen], trial
-                break
-        else:
+
+        def agrees(trial: Pass, first: int = first) -> bool:
+            return not bool((_apart(trial.logits, theirs) > atol)[0, : first + 1].any())
+
+        found, spent = _explain(model, ids, flips, seen, first, agrees, tie, budget - passes)
+        passes += spent
+        if found is None:
             return flips, passes
+        flips, seen = found
+
+
+Explained = tuple[list[Tie], Pass]
+
+
+def _explain(
+    model: Any, ids: Tensor, flips: list[Tie], seen: Pass, first: int, agrees: Callable[[Pass], bool], tie: float, budget: int
+) -> tuple[Explained | None, int]:
+    """Up to `DEPTH` further flips, at token `first` or before it, after which `agrees`; nearest tokens first, fewest flips first.
+
+    A flip changes what later layers see, so the next flip is looked for among the ties of the run with the flips before it.
+    """
+    frontier: list[Explained] = [(flips, seen)]
+    spent = 0
+    for depth in range(DEPTH):
+        deeper: list[Explained] = []
+        for before, run in frontier:
+            for t in _candidates(model, run, before, first, tie, fresh=depth > 0):
+                cost = len({f.layer for f in (*before, t)}) + 1
+                if spent + cost > budget:
+                    return None, spent
+                trial = observe(model, ids, [*before, t])
+                spent += cost
+                if agrees(trial):
+                    return ([*before, t], trial), spent
+                deeper.append(([*before, t], trial))
+        frontier = deeper
+    return None, spent
+
+
+def _candidates(model: Any, run: Pass, before: list[Tie], first: int, tie: float, fresh: bool) -> list[Tie]:
+    """Near ties of `run` not reversed yet, at token `first` or before; with `fresh`, only those after the last flip, which make new sets."""
+    taken = {_pair(f) for f in before}
+    found = [t for t in near_ties(model, run, tie) if t.position <= first and _pair(t) not in taken]
+    if fresh:
+        last = before[-1]
+        found = [t for t in found if (t.position, t.layer) > (last.position, last.layer)]
+    return sorted(found, key=lambda t: (first - t.position, abs(t.margin)))
 
 
 def _pair(t: Tie) -> tuple[int, int, frozenset[int]]:

@@ -18,8 +18,8 @@ Logits = Callable[[Tensor], Tensor]  # input_ids int64 [B,T] → logits float32 
 def mlx_lm(folder: Path) -> Logits:
     """mlx-lm's model of `folder`, loaded strictly, computing in float32 on the CPU. Raises `UserError` when it refuses the folder."""
     try:
-        import mlx.core as mx
-        from mlx_lm.utils import load_model
+        import mlx.core as mx  # pyright: ignore[reportMissingImports]
+        from mlx_lm.utils import load_model  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"check = 'mlx-lm': {error.name} is not installed; pip install 'mlx[cpu]' mlx-lm") from None
     mx.set_default_device(mx.cpu)
@@ -38,7 +38,7 @@ def mlx_lm(folder: Path) -> Logits:
 def transformers(folder: Path) -> Logits:
     """transformers' own class for `folder` in float32; no code of the folder is run. Raises `UserError` when it refuses the folder."""
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"check = 'transformers': {error.name} is not installed; pip install transformers") from None
     try:

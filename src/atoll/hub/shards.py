@@ -44,7 +44,7 @@ def write_shard(shard: list[Slot], path: Path, fetch: Fetch) -> None:
             tensor = fetch(slot)
             if tensor.dtype != slot.dtype or tuple(tensor.shape) != slot.shape:
                 raise ValueError(f"{slot.name}: {tensor.dtype} {tuple(tensor.shape)} for a slot of {slot.dtype} {slot.shape}")
-            file.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _header(ordered: list[Slot]) -> bytes:
