@@ -20,6 +20,7 @@ from atoll.hub.engines import engines
 from atoll.hub.export import save
 from atoll.hub.load import read_config, tensor_files
 from atoll.model import Model, load
+from atoll.plan.summary import binary
 from atoll.train.checkpoint import META
 from atoll.train.screen import Screen, duration
 
@@ -165,7 +166,7 @@ def progress(verb: str) -> Iterator[Callable[[int, int], None]]:
         passed = time.monotonic() - begun
         if passed > 2:
             left = passed * (total - done) / max(done, 1)
-            screen.live(f"{done / 1e9:.1f} of {total / 1e9:.1f} GB {verb} · ETA {duration(left)}")
+            screen.live(f"{binary(done)} of {binary(total)} {verb} · ETA {duration(left)}")
 
     try:
         yield watch

@@ -108,7 +108,7 @@ def test_a_near_tie_that_falls_the_other_way_is_found_and_resolved(dtype, layers
     first = min((f["row"], f["position"]) for f in report["flips"])
     assert any(place[1:] == first for place in listed)
     text = render(report)
-    assert f"near ties of the router, within 1e-06: {len(report['ties'])}" in text
+    assert f"near ties of the router, within 1e-05: {len(report['ties'])}" in text
     assert "none with these near ties reversed" in text
 
 

@@ -211,5 +211,5 @@ def test_a_signal_leaves_no_half_written_folder(tmp_path, number):
             process.stdout.readline()
         assert process.stderr is not None
         assert process.returncode == 130
-        assert process.stderr.read() == "atoll: interrupted\n"
+        assert process.stderr.read().endswith("atoll: interrupted\n")  # after what was said of the progress
     assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -16,8 +16,8 @@ hidden_act activation_situ_beta activation_situ_linear_beta attn_res_block_size 
 qk_rope_head_dim v_head_dim mla_use_nope mla_use_output_gate num_experts num_experts_per_token num_shared_experts
 moe_router_activation_func moe_renormalize routed_scaling_factor first_k_dense_replace moe_layer_freq num_expert_group topk_group
 topk_method routed_expert_hidden_size latent_moe_use_norm linear_attn_config
-""".split()
-LINEAR = "num_heads head_dim short_conv_kernel_size kda_layers full_attn_layers gate_lower_bound use_full_rank_gate".split()
+""".split()  # noqa: SIM905
+LINEAR = "num_heads head_dim short_conv_kernel_size kda_layers full_attn_layers gate_lower_bound use_full_rank_gate".split()  # noqa: SIM905
 # Without a default in mlx-lm 0.32.2's kimi_linear, or read by it or by transformers 5.24's.
 FLAT_KEYS = """
 model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size head_dim rope_theta
@@ -25,7 +25,7 @@ rms_norm_eps linear_attn_config model_max_length num_experts moe_intermediate_si
 qk_nope_head_dim qk_rope_head_dim v_head_dim mla_use_nope num_experts_per_token num_shared_experts moe_router_activation_func
 moe_renormalize routed_scaling_factor first_k_dense_replace moe_layer_freq use_grouped_topk num_expert_group topk_group
 q_lora_rank hidden_act initializer_range bos_token_id eos_token_id pad_token_id use_cache
-""".split()
+""".split()  # noqa: SIM905
 FORMS = [{}, {"residual": "plain"}, {"gate_lower_bound": None}, {"routed_expert_hidden_size": None}, {"activation_situ_linear_beta": None}]
 
 

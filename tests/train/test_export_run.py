@@ -93,6 +93,16 @@ def test_an_import_of_the_export_is_the_same_folder(run, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("def")
 
 
+def test_long_work_shows_how_far_it_is(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(exchange.time, "monotonic", lambda: float(next(clock)))
+    with exchange.progress("written") as watch:
+        watch(1 << 20, 4 << 20)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "1 MiB of 4 MiB written · ETA 0:30\n"
+
+
 def test_evaluation_against_a_file(run, tmp_path, capsys):
     from safetensors.torch import save_file
 

@@ -56,7 +56,7 @@ def read_reference(path: str | Path) -> Reference:
     return Reference(ids, logits, [r.flatten(0, -2) for r in routes] or None, str(path))
 
 
-def compare(model: Any, reference: Reference, *, atol: float = 1e-3, tie: float = 1e-6, max_passes: int = 200) -> dict[str, Any]:
+def compare(model: Any, reference: Reference, *, atol: float = 1e-3, tie: float = 1e-5, max_passes: int = 200) -> dict[str, Any]:
     """Hold `model` (an `atoll.Model`, in the dtype to be judged) against `reference`; returns a report ready for JSON.
 
     `atol`: logits further apart count as different. `tie`: margins of biased router scores up to this are near ties. `max_passes`
@@ -196,7 +196,7 @@ def _explain(
 
 
 def _candidates(model: Any, run: Pass, before: list[Tie], first: int, tie: float, fresh: bool) -> list[Tie]:
-    """Near ties of `run` not reversed yet, at token `first` or before; with `fresh`, only those after the last flip, which make new sets."""
+    """Near ties of `run` not reversed yet, at token `first` or before; with `fresh`, only those after the last flip: new sets alone."""
     taken = {_pair(f) for f in before}
     found = [t for t in near_ties(model, run, tie) if t.position <= first and _pair(t) not in taken]
     if fresh:
