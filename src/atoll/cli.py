@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -60,13 +60,20 @@ def sample(
     sys.stdout.write("\n")
 
 
-def evaluate(run: Run, json: bool = False) -> None:
-    """Measure a run's model on its whole held-out split, in bits per byte.
+def evaluate(run: Run, against: str | None = None, json: bool = False) -> None:
+    """Measure a run's model on its whole held-out split, in bits per byte; or hold a model against another implementation.
 
     Args:
-        run: a run's folder
+        run: a run's folder; with --against also a folder in the hub's layout
+        against: mlx-lm, transformers, or a safetensors file of input_ids and logits: compare logits with these instead
         json: print one JSON object
     """
+    if against is not None:
+        from atoll import exchange
+        from atoll.evals import parity
+
+        arguments.show(exchange.hold_against(run, against), json, parity.render)
+        return
     folder = arguments.run_folder(run)
     from atoll.evals import heldout
 
@@ -98,7 +105,63 @@ def plan(name: Annotated[Positional[str], arg(metavar="NAME")], json: bool = Fal
     arguments.show(summary.report(load_config(name).model), json, summary.render)
 
 
-VERBS = {"train": train, "sample": sample, "eval": evaluate, "report": report, "plan": plan}
+def export(
+    run: Run,
+    folder: Annotated[Positional[str], arg(metavar="FOLDER")],
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    shard_bytes: float = 5e9,
+    form: Literal["text"] = "text",
+    check: Literal["mlx-lm", "transformers"] | None = None,
+    json: bool = False,
+) -> None:
+    """Write a model as a folder that other engines load: config.json, safetensors, tokenizer.
+
+    Args:
+        run: a run's folder, one of its checkpoints (RUN/checkpoints/step-N), or a folder in the hub's layout
+        folder: a new folder, or an older export to be replaced
+        dtype: type of most tensors; decay, convolutions, head norms and router bias stay float32 (default: as they are)
+        shard_bytes: most bytes in one weight file
+        form: what is written; text is the text model
+        check: load the result in this program and compare its logits with ours
+        json: print one JSON object
+    """
+    from atoll import exchange
+
+    found = exchange.export_model(run, folder, dtype, shard_bytes, lambda text: print(text, file=sys.stderr))
+    if check is not None:
+        found["parity"] = exchange.hold_against(folder, check)
+    arguments.show(found, json, exchange.render)
+
+
+def import_(
+    folder: Annotated[Positional[str], arg(metavar="FOLDER")],
+    out: Annotated[Positional[str], arg(metavar="OUT")] = "",
+    check: bool = False,
+    router_weights: Literal["unbiased", "biased"] | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    shard_bytes: float = 5e9,
+    json: bool = False,
+) -> None:
+    """Check every tensor of a released folder and write it in Atoll's normal form; reading one needs no import.
+
+    Args:
+        folder: a folder in the hub's layout, from whatever source
+        out: a new folder, or an older one that Atoll wrote
+        check: only check; write nothing
+        router_weights: which scores weigh the experts, where config.json does not say; released files never do (then unbiased)
+        dtype: type of most tensors (default: as they are stored)
+        shard_bytes: most bytes in one weight file
+        json: print one JSON object
+    """
+    if check == bool(out):
+        wrong = "does not go with --check, which writes nothing" if check else "is missing; give a new folder, or --check to write nothing"
+        raise UserError(f"OUT {wrong}")
+    from atoll import exchange
+
+    arguments.show(exchange.import_model(folder, out or None, dtype, shard_bytes, router_weights), json, exchange.render)
+
+
+VERBS = {"train": train, "sample": sample, "eval": evaluate, "report": report, "plan": plan, "export": export, "import": import_}
 
 
 def usage() -> str:

@@ -290,20 +290,28 @@ def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return targets
 
 
-def load(name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Model:
+def load(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    router_weights: str | None = None,
+) -> Model:
     """A model by preset name (random weights) or from a folder in the hub's layout (also a run's `model/`).
 
-    Raises `UserError` (one line) for a folder that cannot be read whole.
+    `router_weights`, "unbiased" or "biased", says which scores weigh the experts where the folder's config.json does not: released
+    ones never do, and are read as "unbiased" (docs/interop.md). Raises `UserError` (one line) for a folder that cannot be read whole.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        return Model(load_config(name).model, dtype=dtype or torch.float32, device=device)
+        overrides = {} if router_weights is None else {"model.router_weights": router_weights}
+        return Model(load_config(name, overrides).model, dtype=dtype or torch.float32, device=device)
     from atoll.hub.load import load_into, read_config
 
     if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
         folder = folder / "model"
     if not (folder / "config.json").is_file():
         raise UserError(f"model = {str(name)!r}: no config.json there; give a preset, a run or a folder in the hub's layout")
-    model = Model(read_config(folder), dtype=dtype or torch.float32, device=device)
+    model = Model(read_config(folder, router_weights), dtype=dtype or torch.float32, device=device)
     load_into(model, folder)
     return model.eval()

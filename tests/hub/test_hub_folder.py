@@ -303,7 +303,7 @@ def test_full_disk_leaves_the_old_export_and_nothing_half_written(tmp_path, monk
     def full(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(export, "write_shard", full)
     assert "No space left on device" in refusal(lambda: export.save(build(), tmp_path / "a"))
     assert files(tmp_path / "a") == before
     assert [p.name for p in tmp_path.iterdir()] == ["a"]

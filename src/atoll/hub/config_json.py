@@ -59,6 +59,19 @@ VISION_FIXED = {
 PLACEHOLDER = "media_placeholder_token_id"  # stands at the top of the file, beside the other ids
 MAX_LENGTH = 1_048_576  # no position is encoded anywhere, so this is what engines reserve for, not what the weights allow
 
+# Every key that is read, for telling a misspelt one from the many that say nothing here.
+TEXT_KEYS = (
+    *SHARED,
+    *FIXED,
+    *("num_key_value_heads", "hidden_act", "linear_attn_config", "activation_situ_beta", "activation_situ_linear_beta"),
+    *("attn_res_block_size", "residual", "latent_moe_use_norm", "mla_use_output_gate", "routed_expert_hidden_size"),
+    *("router_weights", "latent_norm_eps", "quantization_config", "expert_activations"),
+)
+LINEAR_KEYS = (*LINEAR, "full_attn_layers", "kda_layers", "gate_lower_bound", "use_full_rank_gate")
+TOP_KEYS = ("model_type", "text_config", "vision_config", PLACEHOLDER)
+ALIKE = 0.9  # similarity from which an unknown key counts as a slip; names of the hub's boilerplate stay under it
+
+WRITER = "written_by"  # ours: tells an older export, which may be replaced, from a folder of somebody else's
 FINGERPRINT = "tokenizer_fingerprint"  # ours: which tokenizer the weights go with; engines pass over it
 
 
@@ -152,6 +165,8 @@ def from_json(tree: Any, name: str = "config.json") -> ModelConfig:
     if not isinstance(tree, dict):
         raise UserError(f"{name}: an object of settings is expected")
     text = _text_part(tree, name)
+    _no_slips(tree, (*TOP_KEYS, *TEXT_KEYS), name, "")
+    _no_slips(text, TEXT_KEYS, name, "")
     _require(text, (*SHAPES, "linear_attn_config"), name, "")
     for key, value in FIXED.items():
         if text.get(key, value) not in (value, None):
@@ -162,6 +177,7 @@ def from_json(tree: Any, name: str = "config.json") -> ModelConfig:
     linear = text["linear_attn_config"]
     if not isinstance(linear, dict):
         raise UserError(f"{name}: linear_attn_config = {linear!r}: an object of settings is expected")
+    _no_slips(linear, LINEAR_KEYS, name, "linear_attn_config.")
     _require(linear, (*LINEAR, "full_attn_layers"), name, "linear_attn_config.")
     fields = {key: text[key] for key in SHARED if key in text}
     fields |= {field: linear[key] for key, field in LINEAR.items()}
@@ -207,6 +223,14 @@ def _text_part(tree: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise UserError(f"{name}: text_config = {text!r}: an object of settings is expected")
     return text
+
+
+def _no_slips(tree: dict[str, Any], known: tuple[str, ...], name: str, prefix: str) -> None:
+    """Refuse a key that is spelt almost like one that is read and is not there: its setting would silently take the default."""
+    absent = [key for key in known if key not in tree]
+    for key in tree:
+        if key not in known and (near := difflib.get_close_matches(key, absent, 1, ALIKE)):
+            raise UserError(f"{name}: {prefix}{key}: no such key; did you mean {prefix}{near[0]}?")
 
 
 def _require(tree: dict[str, Any], keys: tuple[str, ...], name: str, prefix: str) -> None:

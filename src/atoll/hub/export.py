@@ -7,13 +7,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from atoll.config import ModelConfig, UserError
@@ -21,6 +19,7 @@ from atoll.data.cache import sync
 from atoll.hub import config_json
 from atoll.hub.layout import Slot, config_of, pack, slots
 from atoll.hub.load import INDEX, SINGLE
+from atoll.hub.shards import Fetch, split, write_shard
 
 # Code that lets transformers load and train the nested form with `trust_remote_code=True`, and what it is for.
 REMOTE = ("configuration_kimi_k3.py", "modeling_kimi_k3.py")
@@ -29,7 +28,11 @@ AUTO_MAP = {
     "AutoModel": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
     "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
 }
-OURS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX, *REMOTE)
+Progress = Callable[[int, int], None]
+
+# Beside the weights and config.json, what a folder holds that goes with a tokenizer; copied from a folder that is converted.
+COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+OURS = ("config.json", *COMPANIONS, INDEX, *REMOTE)
 
 
 class SavedTokenizer(Protocol):
@@ -51,6 +54,7 @@ def save(
     tokenizer: SavedTokenizer | None = None,
     shard_bytes: float = 5e9,
     dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Write `model` (and `tokenizer`) to `folder`; returns the folder.
 
@@ -59,12 +63,34 @@ def save(
     into place, so a folder is whole or absent. Saving what was loaded from such a folder gives the same bytes again.
     Raises `UserError` when the folder holds something else or cannot be written.
     """
+    write_folder(config_of(model), slots(model, dtype), folder, tokenizer, shard_bytes=shard_bytes, progress=progress)
+    return Path(folder).expanduser()
+
+
+def write_folder(
+    m: ModelConfig,
+    parts: list[Slot],
+    folder: str | Path,
+    tokenizer: SavedTokenizer | None = None,
+    *,
+    shard_bytes: float = 5e9,
+    fetch: Fetch = pack,
+    companions: Iterable[Path] = (),
+    progress: Progress | None = None,
+) -> None:
+    """`save` for slots whose tensors come from `fetch`, one at a time; no more than one of them is held.
+
+    `companions` are files copied along as they are, over ours of the same name. `progress` is called after each tensor with the bytes
+    written and the bytes in all. Interrupted or failed, it leaves what was there before.
+    """
     folder = Path(folder).expanduser()
     _refuse_foreign(folder)
-    m, parts = config_of(model), slots(model, dtype)
+    if shard_bytes <= 0:
+        raise UserError(f"shard_bytes = {shard_bytes!r}: a number above 0 is expected")
     main = next(slot.dtype for slot in parts if slot.name.endswith("embed_tokens.weight"))
     with _aside(folder) as aside:
         config = config_json.to_json(m, str(main).removeprefix("torch."))
+        config[config_json.WRITER] = "atoll"
         if tokenizer is not None:
             config[config_json.FINGERPRINT] = tokenizer.fingerprint
         if not config_json.is_kimi_linear(m):  # transformers has a class of its own for the flat form
@@ -73,11 +99,28 @@ def save(
                 shutil.copyfile(Path(__file__).parent / "remote" / name, aside / name)
         _write_json(aside / "config.json", config)
         _write_json(aside / "generation_config.json", _generation(m))
-        _write_weights(parts, aside, shard_bytes)
+        _write_weights(parts, aside, shard_bytes, _counted(fetch, parts, progress))
         if tokenizer is not None:
             tokenizer.save(aside / "tokenizer.json")
             _write_json(aside / "tokenizer_config.json", _tokenizer_config(aside / "tokenizer.json", m))
-    return folder
+        for path in companions:
+            shutil.copyfile(path, aside / path.name)
+
+
+def _counted(fetch: Fetch, parts: list[Slot], progress: Progress | None) -> Fetch:
+    """`fetch` that tells `progress` how far the writing is."""
+    if progress is None:
+        return fetch
+    total, done = sum(slot.num_bytes for slot in parts), 0
+
+    def counted(slot: Slot) -> torch.Tensor:
+        nonlocal done
+        tensor = fetch(slot)
+        done += slot.num_bytes
+        progress(done, total)
+        return tensor
+
+    return counted
 
 
 def _generation(m: ModelConfig) -> dict[str, Any]:
@@ -101,34 +144,18 @@ def _write_json(path: Path, tree: dict[str, Any]) -> None:
     path.write_text(json.dumps(tree, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_weights(parts: list[Slot], folder: Path, shard_bytes: float) -> None:
-    shards = list(_split(parts, shard_bytes))
+def _write_weights(parts: list[Slot], folder: Path, shard_bytes: float, fetch: Fetch) -> None:
+    shards = list(split(parts, shard_bytes))
     if len(shards) == 1:
-        _write_shard(shards[0], folder / SINGLE)
+        write_shard(shards[0], folder / SINGLE, fetch)
         return
     where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(shard, folder / file)
+        write_shard(shard, folder / file, fetch)
         where |= {slot.name: file for slot in shard}
     total = sum(slot.num_bytes for slot in parts)
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-
-
-def _split(parts: Iterable[Slot], shard_bytes: float) -> Iterator[list[Slot]]:
-    shard: list[Slot] = []
-    size = 0
-    for slot in parts:
-        if shard and size + slot.num_bytes > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(slot)
-        size += slot.num_bytes
-    yield shard
-
-
-def _write_shard(shard: list[Slot], path: Path) -> None:
-    save_file({slot.name: pack(slot) for slot in shard}, path, metadata={"format": "pt"})
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -137,9 +164,20 @@ def _refuse_foreign(folder: Path) -> None:
         raise UserError(f"{folder}: is a file; give a folder")
     if not folder.is_dir():
         return
-    foreign = sorted(p.name for p in folder.iterdir() if p.name not in OURS and not _is_weights(p.name))
+    held = sorted(p.name for p in folder.iterdir())
+    foreign = [name for name in held if name not in OURS and not _is_weights(name)]
     if foreign:
         raise UserError(f"{folder}: holds {foreign[0]}, which an export would not write; give a new folder")
+    if held and not _is_export(folder):
+        raise UserError(f"{folder}: holds {held[0]}, which Atoll did not write; give a new folder")
+
+
+def _is_export(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and (config.get(config_json.WRITER) == "atoll" or config_json.FINGERPRINT in config)
 
 
 def _is_weights(name: str) -> bool:
@@ -159,9 +197,8 @@ def _aside(folder: Path) -> Iterator[Path]:
             sync(path)
         sync(aside)
         _swap(aside, folder)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"{folder}: cannot be written ({reason}); free space or give another folder") from None
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror or error}); free space or give another folder") from None
     finally:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)

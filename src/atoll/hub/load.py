@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from atoll.config import ModelConfig, UserError
+from atoll.config import ModelConfig, UserError, merge
 from atoll.data import tokenizer as data_tokenizer
 from atoll.data.tokenizer import Tokenizer
 from atoll.hub import config_json
@@ -22,24 +23,29 @@ from atoll.hub.packed import forget_scales, is_packed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DENSE = re.compile(r"\.mlp\.((gate|up|down)_proj\.weight)$")
 
 
-def read_config(folder: str | Path) -> ModelConfig:
+def read_config(folder: str | Path, router_weights: str | None = None) -> ModelConfig:
     """The shapes of the model stored in `folder`. Raises `UserError`, one line, when `config.json` is missing or unknown.
 
-    Two settings are read off the weights, where there are any: `a_log_storage` off the first stored `A_log`, and whether the
-    experts are quantised off the names.
+    Read off the weights, where there are any: `a_log_storage` off the first stored `A_log`, and off the names whether the experts
+    are quantised. `router_weights` ("unbiased" or "biased") goes before the file's own key of that name, which released files do not
+    have (then "unbiased": docs/interop.md).
     """
     folder = _existing(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder}: no config.json; give a folder in the hub's layout")
+    stays_inside(path)
     m = config_json.from_json(_read_json(path), str(path))
+    if router_weights is not None:
+        m = merge(m, {"router_weights": router_weights}, "")
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
         return m
-    where = _weight_map(folder)
+    where = tensor_files(folder)
     m = config_json.quantized_as_stored(m, where, str(folder))
     name, file = next(((n, f) for n, f in where.items() if n.endswith(".A_log")), (None, None))
     if name is None or file is None:
@@ -58,28 +64,57 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
     Every name and shape is compared before the first tensor is copied. Raises `UserError`, one line, naming the first tensor
     that is missing, not wanted, misshapen or not finite, or the file that cannot be read.
     """
+    packed = is_packed(tensor_files(_existing(folder)), str(folder))
+    parts = slots(model, packed=packed)
+    with opened(parts, folder) as fill, torch.no_grad():
+        if not packed:
+            forget_scales(model)
+        for slot in parts:
+            fill(slot)
+
+
+@contextmanager
+def opened(parts: list[Slot], folder: str | Path) -> Iterator[Callable[[Slot], None]]:
+    """The weights in `folder`, once every name, shape and type has been compared with `parts` (all slots of one model).
+
+    Gives a function that copies one tensor from the folder into its slot. Raises `UserError` as `load_into` does.
+    """
     folder = _existing(folder)
-    where = _weight_map(folder)
-    packed = is_packed(where, str(folder))
-    wanted = {slot.name: slot for slot in (_as_stored(slot, where) for slot in slots(model, packed=packed))}
-    _same_names(set(wanted), set(where), folder)
+    where = tensor_files(folder)
+    names = {slot.name: _stored_name(slot, where) for slot in parts}
+    _same_names(set(names.values()), set(where), folder)
     with ExitStack() as stack:
         files = {file: _open(file, stack) for file in sorted(set(where.values()))}
-        for name, slot in wanted.items():
-            _check(files[where[name]], where[name], slot)
-        with torch.no_grad():
-            if not packed:
-                forget_scales(model)
-            for name, slot in wanted.items():
-                if wrong := unpack(slot, files[where[name]].get_tensor(name)):
-                    raise UserError(f"{where[name]}: tensor {name} {wrong}; the file is damaged or from another model")
+        for slot in parts:
+            _check(files[where[names[slot.name]]], where[names[slot.name]], dataclasses.replace(slot, name=names[slot.name]))
+
+        def fill(slot: Slot) -> None:
+            name = names[slot.name]
+            file = where[name]
+            if wrong := unpack(slot, files[file].get_tensor(name)):
+                raise UserError(f"{file}: tensor {name} {wrong}; the file is damaged or from another model")
+
+        yield fill
 
 
-def _as_stored(slot: Slot, where: dict[str, Path]) -> Slot:
-    """`slot` under the name it has in a folder that transformers' own `kimi_linear` class saved: there (5.24) a dense layer's MLP
-    stands as `block_sparse_moe`. Nothing else can have that name, so such a folder is read rather than refused."""
+def stored_dtype(folder: str | Path) -> torch.dtype:
+    """The type that the embedding is stored in: that of most tensors. Raises `UserError` when there is no embedding."""
+    folder = _existing(folder)
+    name, file = next(((n, f) for n, f in tensor_files(folder).items() if n.endswith("embed_tokens.weight")), (None, None))
+    if name is None or file is None:
+        raise UserError(f"{folder}: no embed_tokens.weight among its tensors; give the text model's folder")
+    with ExitStack() as stack:
+        kind = _open(file, stack).get_slice(name).get_dtype()
+    if kind not in FLOATS:
+        raise UserError(f"{file}: tensor {name} is stored as {kind}; {', '.join(FLOATS)} is expected")
+    return FLOATS[kind]
+
+
+def _stored_name(slot: Slot, where: dict[str, Path]) -> str:
+    """The name of `slot` in a folder that transformers' own `kimi_linear` class saved: there (5.24) a dense layer's MLP stands as
+    `block_sparse_moe`. Nothing else can have that name, so such a folder is read rather than refused."""
     other = DENSE.sub(r".block_sparse_moe.\1", slot.name)
-    return dataclasses.replace(slot, name=other) if slot.name not in where and other in where else slot
+    return other if slot.name not in where and other in where else slot.name
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -88,12 +123,20 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"{folder}: no tokenizer.json; text cannot be read without it")
+    stays_inside(path)
     tokenizer = data_tokenizer.load_tokenizer(path)
     config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     saved = config.get(config_json.FINGERPRINT) if isinstance(config, dict) else None
     if saved is not None and saved != tokenizer.fingerprint:
         raise UserError(f"{path}: not the tokenizer that these weights were saved with; put that one back")
     return tokenizer
+
+
+def stays_inside(path: Path) -> None:
+    """Refuse a file that is a link out of its folder. A hub cache's own links, from snapshots/REVISION to blobs/, are followed."""
+    target, folder = path.resolve(), path.parent.resolve()
+    if target.parent not in (folder, folder.parent.parent / "blobs"):
+        raise UserError(f"{path}: a link out of the folder, to {target}; put the file itself there")
 
 
 def _existing(folder: str | Path) -> Path:
@@ -110,8 +153,8 @@ def _read_json(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read as JSON ({_line(error)}); fetch or export it again") from None
 
 
-def _weight_map(folder: Path) -> dict[str, Path]:
-    """Tensor name → file, from the index or from the headers of a single file."""
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name → file, from the index (whose shards must agree with it) or from the header of a single file. Raises `UserError`."""
     if (folder / INDEX).is_file():
         return _read_index(folder)
     if (folder / SINGLE).is_file():
@@ -154,6 +197,7 @@ def _index_agrees(where: dict[str, Path], index: Path) -> None:
 
 
 def _open(path: Path, stack: ExitStack) -> Any:
+    stays_inside(path)
     try:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError) as error:
@@ -181,8 +225,8 @@ def _check(file: Any, path: Path, slot: Slot) -> None:
     shape = tuple(header.get_shape())
     if shape not in readable_shapes(slot):
         raise UserError(f"{path}: tensor {slot.name} has shape {list(shape)}; the config asks for {list(slot.shape)}")
-    if header.get_dtype() not in ("BF16", "F16", "F32", "F64"):
-        raise UserError(f"{path}: tensor {slot.name} is stored as {header.get_dtype()}; a floating type is expected")
+    if header.get_dtype() not in FLOATS:
+        raise UserError(f"{path}: tensor {slot.name} is stored as {header.get_dtype()}; {', '.join(FLOATS)} is expected")
 
 
 def _check_packed(header: Any, path: Path, slot: Slot) -> None:

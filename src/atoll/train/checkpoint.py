@@ -179,12 +179,15 @@ def clean(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def load(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Read the checkpoint at `path` (already checked) into `tensors`, in place. Raises `UserError` if it is another model's."""
+def load(path: Path, tensors: dict[str, Tensor], prefix: str = "") -> None:
+    """Read the checkpoint at `path` (already checked) into `tensors`, in place: all of it, or all whose names start with `prefix`.
+
+    Raises `UserError` if it is another model's.
+    """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    stored = _shapes(path)
+    stored = {name: shape for name, shape in _shapes(path).items() if name.startswith(prefix)}
     here = {name: tuple(t.shape) for name, t in tensors.items()}
     for name in sorted(stored.keys() ^ here.keys()):
         where = "in the checkpoint but not" if name in stored else "not in the checkpoint but"

@@ -229,9 +229,7 @@ def _pieces(made: _Prepared, call: _Call) -> _Pieces | None:
     return out
 
 
-def _join(
-    local: Tensor, carry: Tensor, edge: Tensor | None, far: Tensor | None, call: _Call, back: bool
-) -> Tensor:
+def _join(local: Tensor, carry: Tensor, edge: Tensor | None, far: Tensor | None, call: _Call, back: bool) -> Tensor:
     """The state (gradient of the state) at the near edge of every segment [S,H,K,V]; what leaves the documents goes into `far`."""
     out = torch.empty_like(local)
     columns = min(32, call.value)
@@ -242,9 +240,7 @@ def _join(
     return out
 
 
-def _scan(
-    made: _Prepared, state: Tensor | None, call: _Call, o: Tensor | None, final: Tensor | None, keep: bool
-) -> tuple[Tensor, Tensor]:
+def _scan(made: _Prepared, state: Tensor | None, call: _Call, o: Tensor | None, final: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """Outputs into `o` and states into `final` where given; with `keep`, the entering states and updates. `state` one a segment."""
     table, config = call.table, call.config
     places, size = (table.chunks * call.heads, TOKENS) if keep else (0, 0)

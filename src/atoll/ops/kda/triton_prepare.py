@@ -7,12 +7,10 @@ With A_kk the strict lower scores of keys against keys, N = (I + beta A_kk)^-1 a
     X = U - W S                o = query S + A_qk X          S' = 2^G_end S + tail^T X
 """
 
-# ruff: noqa: E501  (calls of Triton functions are long lists of the same names)
-
 import triton
 import triton.language as tl
 
-from atoll.ops.kda.triton_common import EPS, LOG2E, dot, dot_to, exp2, gate, load, put, rows, strength
+from atoll.ops.kda.triton_common import EPS, LOG2E, dot_to, exp2, gate, load, put, rows, strength
 
 
 @triton.jit
@@ -105,7 +103,7 @@ def _inverse(A, PRECISION: tl.constexpr):
 @triton.jit
 def product(n, x, total, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """total + n x; in bfloat16 with n as the sum of two numbers, so that x alone is rounded."""
-    if DOT == tl.float32:
+    if tl.float32 == DOT:
         return tl.dot(n, x.to(tl.float32), total, input_precision=PRECISION)
     else:
         high = n.to(DOT)
