@@ -5,8 +5,7 @@
 import triton
 import triton.language as tl
 
-from atoll.ops.kda.triton_common import LOG2E, dot, dot_to, exp2, gate, load, put, put_rows, rows, strength
-from atoll.ops.kda.triton_prepare import log_decay, norms
+from atoll.ops.kda.triton_common import dot, dot_to, exp2, gate, load, put, put_rows, rows, strength
 
 
 @triton.jit
@@ -81,14 +80,14 @@ def pair_gradient_kernel(
 
 @triton.jit
 def gradient_kernel(
-    q, k, g, A_log, dt_bias, starts, counts, dscores, dinner, dquery, drow, dcol, dend, along_q, along_k,
+    q, k, g, A_log, dt_bias, starts, counts, decay, sums, norms_q, norms_k, dscores, dinner, dquery, drow, dcol, dend, along_q, along_k,
     dq_out, dk_out, dg_out, dbias, drate, scale, lower_bound, H,
     K: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """C channels: gradients of q, k, g, and this chunk's share of those of dt_bias and A_log.
 
     A pair of tokens adds to the gradient of G at the later token what it takes at the earlier; both come from the same rounded
-    operands, so that this cancels. Anchors as in `score_kernel`.
+    operands, so that this cancels. Anchors as in `prepare_kernel`: `own` are columns of a row's block, `low` of the block before.
     """
     place = (tl.program_id(0) // (K // C)).to(tl.int64)
     c = tl.program_id(0) % (K // C) * C
@@ -96,76 +95,76 @@ def gradient_kernel(
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
     early = (tl.arange(0, 64) < 32)[:, None]
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
-    below = (i >= 32) & (j < 32)
+    below = (tl.arange(0, 64) >= 32)[:, None] & (tl.arange(0, 64) < 32)[None, :]
     channel = c + tl.arange(0, C)
     back: tl.constexpr = 0.5**SHIFT
-    base, step = (start * H + h) * K, H * K
-    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
-    bias = tl.load(dt_bias + h * K + channel).to(tl.float32)[None, :]
-    opened = gate(rows(g, base, step, 0, count, c, 64, C), 0, count, rate, bias, 64)
-    inside, half, late = log_decay(opened, lower_bound * LOG2E, C)
-    up = exp2(inside + SHIFT)
-    from_start = tl.where(early, back, exp2(half) * back) * up
-    rest = exp2(tl.where(early, half, late) - inside)
-    to_end = tl.where(early, exp2(late), 1.0) * rest
-    norm_k = norms(k, base, step, count, K, C)
-    unit = rows(k, base, step, 0, count, c, 64, C) * norm_k
-    own = (unit * exp2(-inside - SHIFT)).to(DOT)
+    base, step, at = (start * H + h) * K, H * K, place * (64 * K)
+    row = tl.arange(0, 64)
+    token = start * H + h + row * H
+    half = tl.load(sums + place * (2 * K) + channel)[None, :]
+    late = tl.load(sums + place * (2 * K) + K + channel)[None, :]
+    norm = tl.load(norms_k + token, mask=row < count, other=0.0)[:, None]
+    unit = rows(k, base, step, 0, count, c, 64, C) * norm
+    G = load(decay, at, 0, c, 64, C, K)
+    own = (unit * exp2(-G - SHIFT)).to(DOT)
+    rest = exp2(tl.where(early, half, late) - G)
     low = (unit * rest).to(DOT)
+    up = exp2(G + SHIFT)
+    # keys as rows
     part = load(dinner, place * 4096, 0, 0, 64, 64, 64)
-    part_own = tl.where(below, 0.0, part).to(DOT)
-    part_low = tl.where(below, part, 0.0).to(DOT)
-    row_own = (unit * up).to(DOT)
-    row_low = (unit * (up * back)).to(DOT)
-    a_col = load(dcol, place * (64 * K), 0, c, 64, C, K).to(tl.float32) * to_end
-    last = tl.load(dend + place * K + channel) * tl.sum(exp2(half + late), 0)
-    last += tl.sum(unit * a_col, 0)
-    a_row = load(drow, place * (64 * K), 0, c, 64, C, K).to(tl.float32) * from_start
-    dlog = unit * (a_row - a_col)
-    by = dot(part_own, own, DOT, PRECISION)
-    a_row += by * up
-    dlog += by * row_own.to(tl.float32)
-    by = dot(part_low, low, DOT, PRECISION)
-    a_row += by * (up * back)
-    dlog += by * row_low.to(tl.float32)
-    turn_own = dot(tl.trans(part_own), row_own, DOT, PRECISION)
-    turn_low = dot(tl.trans(part_low), row_low, DOT, PRECISION)
-    norm_q = norms(q, base, step, count, K, C)
+    edge = unit * up
+    row_own = edge.to(DOT)
+    edge = edge * back
+    row_low = edge.to(DOT)
+    by_own = dot(tl.where(below, 0.0, part), own, DOT, PRECISION)
+    by_low = dot(tl.where(below, part, 0.0), low, DOT, PRECISION)
+    turn_own = dot(tl.trans(tl.where(below, 0.0, part).to(DOT)), row_own, DOT, PRECISION)
+    turn_low = dot(tl.trans(tl.where(below, part, 0.0).to(DOT)), row_low, DOT, PRECISION)
+    d = load(drow, at, 0, c, 64, C, K).to(tl.float32) * tl.where(early, 1.0, exp2(half))
+    dlog = edge * d + by_own * row_own.to(tl.float32) + by_low * row_low.to(tl.float32)
+    dk = by_own * up + (d + by_low) * (up * back)
+    d = load(dcol, at, 0, c, 64, C, K).to(tl.float32) * (tl.where(early, exp2(late), 1.0) * rest)
+    dk += d
+    d = unit * d
+    dlog -= d
+    last = tl.load(dend + place * K + channel) * tl.sum(exp2(half + late), 0) + tl.sum(d, 0)
+    # queries
+    norm_q = tl.load(norms_q + token, mask=row < count, other=0.0)[:, None]
     unit = rows(q, base, step, 0, count, c, 64, C) * norm_q
     part = load(dscores, place * 4096, 0, 0, 64, 64, 64)
-    part_own = tl.where(below, 0.0, part).to(DOT)
-    part_low = tl.where(below, part, 0.0).to(DOT)
-    row_own = (unit * up).to(DOT)
-    row_low = (unit * (up * back)).to(DOT)
-    a_q = load(dquery, place * (64 * K), 0, c, 64, C, K).to(tl.float32) * (from_start * scale)
-    dlog += unit * a_q
-    by = dot(part_own, own, DOT, PRECISION)
-    a_q += by * up
-    dlog += by * row_own.to(tl.float32)
-    by = dot(part_low, low, DOT, PRECISION)
-    a_q += by * (up * back)
-    dlog += by * row_low.to(tl.float32)
-    turn_own = dot_to(tl.trans(part_own), row_own, turn_own, DOT, PRECISION)
-    turn_low = dot_to(tl.trans(part_low), row_low, turn_low, DOT, PRECISION)
-    at = (start * H + h) + tl.arange(0, 64)[:, None] * H
+    edge = unit * up
+    row_own = edge.to(DOT)
+    edge = edge * back
+    row_low = edge.to(DOT)
+    by_own = dot(tl.where(below, 0.0, part), own, DOT, PRECISION)
+    by_low = dot(tl.where(below, part, 0.0), low, DOT, PRECISION)
+    turn_own = dot_to(tl.trans(tl.where(below, 0.0, part).to(DOT)), row_own, turn_own, DOT, PRECISION)
+    turn_low = dot_to(tl.trans(tl.where(below, part, 0.0).to(DOT)), row_low, turn_low, DOT, PRECISION)
+    d = load(dquery, at, 0, c, 64, C, K).to(tl.float32) * (tl.where(early, scale, exp2(half) * scale))
+    dlog += edge * d + by_own * row_own.to(tl.float32) + by_low * row_low.to(tl.float32)
+    d = by_own * up + (d + by_low) * (up * back)
     if K == C:
-        along = tl.sum(unit * a_q, 1)[:, None]
+        along = tl.sum(unit * d, 1)[:, None]
     else:
-        along = tl.load(along_q + at, mask=i < count, other=0.0)
-    put_rows(dq_out, norm_q * (a_q - unit * along), base, step, 0, count, c, 64, C)
+        along = tl.load(along_q + token, mask=row < count, other=0.0)[:, None]
+    put_rows(dq_out, norm_q * (d - unit * along), base, step, 0, count, c, 64, C)
+    # keys as columns
     dlog -= turn_own * own.to(tl.float32) + turn_low * low.to(tl.float32)
-    dk = a_row + a_col + turn_own * exp2(-inside - SHIFT) + tl.where(early, turn_low * rest, 0.0)
-    unit = rows(k, base, step, 0, count, c, 64, C) * norm_k
+    G = load(decay, at, 0, c, 64, C, K)
+    rest = exp2(tl.where(early, half, 0.0) - G)
+    dk += turn_own * exp2(-G - SHIFT) + tl.where(early, turn_low * rest, 0.0)
+    unit = rows(k, base, step, 0, count, c, 64, C) * norm
     if K == C:
         along = tl.sum(unit * dk, 1)[:, None]
     else:
-        along = tl.load(along_k + at, mask=i < count, other=0.0)
-    put_rows(dk_out, norm_k * (dk - unit * along), base, step, 0, count, c, 64, C)
+        along = tl.load(along_k + token, mask=row < count, other=0.0)[:, None]
+    put_rows(dk_out, norm * (dk - unit * along), base, step, 0, count, c, 64, C)
+    # gates
+    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
+    bias = tl.load(dt_bias + h * K + channel).to(tl.float32)[None, :]
     raw = rows(g, base, step, 0, count, c, 64, C)
     opened = gate(raw, 0, count, rate, bias, 64)
-    draw = (tl.cumsum(dlog, 0, reverse=True) + last[None, :]) * (opened * (1 - opened)) * (lower_bound * rate)
+    draw = (tl.cumsum(dlog, 0, reverse=True) + last[None, :]) * (opened * (1 - opened) * (lower_bound * rate))
     put_rows(dg_out, draw, base, step, 0, count, c, 64, C)
     tl.store(dbias + place * K + channel, tl.sum(draw, 0))
     tl.store(drate + place * K + channel, tl.sum(draw * (raw + bias), 0))

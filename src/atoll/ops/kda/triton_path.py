@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from atoll.ops.kda import triton_scan as scans
 from atoll.ops.kda.triton_common import BLOCK, TOKENS
 from atoll.ops.kda.triton_gradient import gradient_kernel, pair_gradient_kernel
-from atoll.ops.kda.triton_prepare import score_kernel, solve_kernel
+from atoll.ops.kda.triton_prepare import gate_kernel, prepare_kernel
 
 WIDTHS = (32, 64, 128, 256)  # of keys and of values: those that were checked on a card; the interpreter also runs 16
 STEEPEST = -5.5  # bound of the log-decay at which both factors of a block still fit bfloat16's range
@@ -29,11 +29,10 @@ SHORTEST = 16  # chunks of the shortest segment
 class Config(NamedTuple):
     """Fixed launch settings: channels or value columns a program, warps and pipeline stages of each kernel."""
 
-    score_channels: int = 32
-    score_warps: int = 4
-    score_stages: int = 1
-    solve_columns: int = 64
-    solve_warps: int = 2
+    prepare_channels: int = 32
+    prepare_columns: int = 64
+    prepare_warps: int = 2
+    prepare_registers: int = 0  # most registers a thread; 0 leaves it to the compiler
     scan_columns: int = 128
     scan_warps: int = 8
     scan_stages: int = 2
@@ -48,7 +47,8 @@ class Config(NamedTuple):
     pairs_warps: int = 8
     pairs_stages: int = 1
     gradient_channels: int = 32
-    gradient_warps: int = 8
+    gradient_warps: int = 4
+    gradient_registers: int = 0
 
 
 BFLOAT16 = Config()
@@ -56,9 +56,7 @@ BFLOAT16_WIDE = Config(  # K = 256
     scan_columns=64, scan_stages=1, keep_columns=64, keep_stages=1, back_columns=64, back_stages=1
 )
 FLOAT32 = Config(
-    score_channels=32,
-    score_warps=8,
-    solve_columns=32,
+    prepare_columns=32,
     scan_columns=32,
     scan_warps=4,
     scan_stages=1,
@@ -173,8 +171,17 @@ class _Prepared(NamedTuple):
     tail: Tensor
     write: Tensor
     scores: Tensor
-    inverse: Tensor
     decay_end: Tensor
+
+
+class _Kept(NamedTuple):
+    """What the backward pass uses of a chunk beside that: N^T, G [64, K], its sums over blocks [2, K], reciprocal norms [B, T, H]."""
+
+    turned_inverse: Tensor
+    decay: Tensor
+    sums: Tensor
+    norms_q: Tensor
+    norms_k: Tensor
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
@@ -182,28 +189,30 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: o
         kernel[grid](*arguments, **options)
 
 
-def _prepare(inputs: tuple[Tensor, ...], call: _Call, inverse: bool) -> _Prepared:
+def _prepare(inputs: tuple[Tensor, ...], call: _Call, keep: bool) -> tuple[_Prepared, _Kept]:
     q, k, v, g, beta, A_log, dt_bias = inputs
     table, config = call.table, call.config
     places, size = table.chunks * call.heads, TOKENS
+    float32 = functools.partial(q.new_empty, dtype=torch.float32)
     query, erase, tail = (q.new_empty(places, size, call.width, dtype=call.store) for _ in range(3))
     write = q.new_empty(places, size, call.value, dtype=call.store)
     scores = q.new_empty(places, size, size, dtype=call.store)
-    kept = q.new_empty(places if inverse else 0, size, size, dtype=torch.float32)
-    inner = q.new_empty(places, size, size, dtype=torch.float32)
-    out = _Prepared(query, erase, tail, write, scores, kept, q.new_empty(places, call.width, dtype=torch.float32))
-    _launch(score_kernel, (places,),
-        q, k, g, beta, A_log, dt_bias, table.starts, table.counts, query, erase, tail, scores, inner, out.decay_end,
-        call.scale, call.lower_bound, call.heads,
-        K=call.width, C=min(config.score_channels, call.width), SHIFT=shift(call.lower_bound), DOT=call.dot, PRECISION=call.precision,
-        num_warps=config.score_warps, num_stages=config.score_stages,
+    out = _Prepared(query, erase, tail, write, scores, float32(places, call.width))
+    inverse = float32(places if keep else 0, size, size)
+    norms = [float32(beta.shape if keep else 0) for _ in range(2)]
+    kept = _Kept(inverse, float32(places, size, call.width), float32(places, 2, call.width), *norms)
+    _launch(gate_kernel, (places,),
+        g, A_log, dt_bias, table.starts, table.counts, kept.decay, kept.sums, out.decay_end, call.lower_bound, call.heads,
+        K=call.width, num_warps=1, num_stages=1,
     )  # fmt: skip
-    _launch(solve_kernel, (places,),
-        v, beta, table.starts, table.counts, inner, erase, write, kept, call.heads,
-        K=call.width, V=call.value, C=min(config.solve_columns, call.width, call.value), DOT=call.dot, PRECISION=call.precision,
-        STORE_INVERSE=inverse, num_warps=config.solve_warps, num_stages=1,
+    _launch(prepare_kernel, (places,),
+        q, k, v, beta, table.starts, table.counts, kept.decay, kept.sums, query, erase, tail, write, scores, inverse, *norms,
+        call.scale, call.heads,
+        K=call.width, C=min(config.prepare_channels, call.width), V=call.value, SOLVE=min(config.prepare_columns, call.width, call.value),
+        SHIFT=shift(call.lower_bound), DOT=call.dot, PRECISION=call.precision, KEEP=keep,
+        num_warps=config.prepare_warps, num_stages=1, maxnreg=config.prepare_registers or None,
     )  # fmt: skip
-    return out
+    return out, kept
 
 
 class _Pieces(NamedTuple):
@@ -246,7 +255,7 @@ def _scan(made: _Prepared, state: Tensor | None, call: _Call, o: Tensor | None, 
     places, size = (table.chunks * call.heads, TOKENS) if keep else (0, 0)
     entering = made.query.new_empty(places, call.width, call.value)
     updates = made.query.new_empty(places, size, call.value)
-    columns, warps, stages = config[8:11] if keep else config[5:8]
+    columns, warps, stages = config[7:10] if keep else config[4:7]
     columns = min(columns, call.value)
     _launch(scans.scan_kernel, (call.value // columns, call.heads, table.segments),
         made.query, made.erase, made.tail, made.write, made.scores, made.decay_end, table.starts, table.counts, table.first,
@@ -280,7 +289,7 @@ def _gradients(
     inputs: tuple[Tensor, ...],
     o: Tensor,
     do: Tensor,
-    inverse: Tensor,
+    kept: _Kept,
     entering: Tensor,
     leaving: Tensor,
     updates: Tensor,
@@ -292,28 +301,28 @@ def _gradients(
     table, config = call.table, call.config
     channels = min(config.gradient_channels, call.width)
     dq, dk, dv, dg, dbeta = (torch.empty_like(x) for x in (q, k, v, g, beta))
-    dscores, dinner = (torch.empty_like(inverse, dtype=call.store) for _ in range(2))
+    dscores, dinner = (torch.empty_like(kept.turned_inverse, dtype=call.store) for _ in range(2))
     dquery, drow, dcol = (q.new_empty(table.chunks * call.heads, TOKENS, call.width, dtype=call.store) for _ in range(3))
     along_q, along_k = (torch.empty_like(beta, dtype=torch.float32) for _ in range(2))
     dend, dbias, drate = (q.new_empty(table.chunks, call.heads, call.width, dtype=torch.float32) for _ in range(3))
     _launch(pair_gradient_kernel, (table.chunks * call.heads,),
-        v, beta, o, table.starts, table.counts, inverse, updates, dupdates, entering, leaving, do,
+        v, beta, o, table.starts, table.counts, kept.turned_inverse, updates, dupdates, entering, leaving, do,
         dv, dbeta, along_q, along_k, dscores, dinner, dquery, drow, dcol, dend, call.scale, call.heads,
         K=call.width, C=min(config.pairs_channels, call.width), V=call.value, BV=min(config.pairs_columns, call.value),
         DOT=call.dot, PRECISION=call.precision, ALONG=channels < call.width,
         num_warps=config.pairs_warps, num_stages=config.pairs_stages,
     )  # fmt: skip
     _launch(gradient_kernel, (table.chunks * call.heads * (call.width // channels),),
-        q, k, g, A_log, dt_bias, table.starts, table.counts, dscores, dinner, dquery, drow, dcol, dend, along_q, along_k,
+        q, k, g, A_log, dt_bias, table.starts, table.counts, kept.decay, kept.sums, kept.norms_q, kept.norms_k, dscores, dinner, dquery, drow, dcol, dend, along_q, along_k,
         dq, dk, dg, dbias, drate, call.scale, call.lower_bound, call.heads,
         K=call.width, C=channels, SHIFT=shift(call.lower_bound), DOT=call.dot, PRECISION=call.precision,
-        num_warps=config.gradient_warps, num_stages=1,
+        num_warps=config.gradient_warps, num_stages=1, maxnreg=config.gradient_registers or None,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta, drate.sum((0, 2)).to(A_log.dtype), dbias.sum(0).to(dt_bias.dtype)
 
 
 def _forward(inputs: tuple[Tensor, ...], state: Tensor | None, final: Tensor | None, o: Tensor, call: _Call) -> None:
-    made = _prepare(inputs, call, inverse=False)
+    made, _ = _prepare(inputs, call, keep=False)
     pieces = _pieces(made, call)
     if pieces is None:
         _scan(made, state, call, o, final, keep=False)
@@ -324,7 +333,7 @@ def _forward(inputs: tuple[Tensor, ...], state: Tensor | None, final: Tensor | N
 def _backward(
     inputs: tuple[Tensor, ...], o: Tensor, state: Tensor | None, do: Tensor, dfinal: Tensor | None, dstate: Tensor | None, call: _Call
 ) -> tuple[Tensor, ...]:
-    made = _prepare(inputs, call, inverse=True)
+    made, kept = _prepare(inputs, call, keep=True)
     pieces = _pieces(made, call)
     if pieces is None:
         entering, updates = _scan(made, state, call, None, None, keep=True)
@@ -334,9 +343,8 @@ def _backward(
         local = torch.empty_like(pieces.local)
         _scan_back(made, do, None, local, call, keep=False)
         leaving, dupdates = _scan_back(made, do, _join(local, pieces.carry, dfinal, dstate, call, back=True), None, call)
-    inverse = made.inverse
     del made, pieces
-    return _gradients(inputs, o, do, inverse, entering, leaving, updates, dupdates, call)
+    return _gradients(inputs, o, do, kept, entering, leaving, updates, dupdates, call)
 
 
 class _TritonKDA(torch.autograd.Function):
