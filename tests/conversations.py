@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import strategies as st
+
+from atoll.config import ModelConfig
+from atoll.data.tokenizer import train_tokenizer
 
 WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
-        "description": "Weather & wind, by \"city\"; ünïcode",
+        "description": 'Weather & wind, by "city"; ünïcode',
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]},
     },
 }
@@ -31,7 +36,11 @@ CALLING = [
         "tool_calls": [
             {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": 'Pa"ris & <Co>\n', "days": 3}}},
             {"id": "b", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}},
-            {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"b": [1, {"z": None, "a": 1.5}], "a": True, "c": {}}}},
+            {
+                "id": "c",
+                "type": "function",
+                "function": {"name": "add", "arguments": {"b": [1, {"z": None, "a": 1.5}], "a": True, "c": {}}},
+            },
             {"id": "d", "type": "function", "function": {"name": "add", "arguments": {}}},
         ],
     },
@@ -50,14 +59,20 @@ ONE_CALL = [
     {"role": "assistant", "content": ""},
 ]
 
+SPOKEN = [json.dumps([PLAIN, CALLING, TOOLS]), "message role think response tools call argument"] * 4
+TOKENIZER = train_tokenizer(SPOKEN, ModelConfig(vocab_size=400))
+
 # ---------------------------------------------------------------- drawn
 
-PIECES = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "think", "response", "message", "&amp;", '"', "&", " ", "\n", "é中😀", "\x00", "<|"]
+PIECES = ["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "think", "response", "message"]
+PIECES += ["&amp;", '"', "&", " ", "\n", "é中😀", "\x00", "<|"]
 words = st.lists(st.one_of(st.sampled_from(PIECES), st.text(st.characters(exclude_categories=["Cs"]), max_size=8)), max_size=5).map("".join)
 names = words.filter(bool)
 numbers = st.one_of(st.integers(-(10**12), 10**12), st.floats(allow_nan=False, allow_infinity=False))
 values = st.recursive(
-    st.one_of(words, numbers, st.booleans(), st.none()), lambda v: st.one_of(st.lists(v, max_size=3), st.dictionaries(words, v, max_size=3)), max_leaves=5
+    st.one_of(words, numbers, st.booleans(), st.none()),
+    lambda v: st.one_of(st.lists(v, max_size=3), st.dictionaries(words, v, max_size=3)),
+    max_leaves=5,
 )
 arguments = st.dictionaries(words, values, max_size=3)
 

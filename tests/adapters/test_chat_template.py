@@ -6,21 +6,33 @@ import json
 
 import pytest
 from conversations import CALLING, ONE_CALL, PLAIN, TOOLS, WEATHER, chats
+from conversations import TOKENIZER as OURS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.config import ModelConfig
 from atoll.data.chat import render, text_of, tokenize
-from atoll.data.tokenizer import train_tokenizer
 from atoll.hub.export import save
 from atoll.model import Model
 
 SHAPES = ModelConfig(
-    **{"vocab_size": 400, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "kda_num_heads": 2, "kda_head_dim": 8},
-    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "intermediate_size": 24},
-    **{"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 8, "routed_expert_hidden_size": 8},
+    vocab_size=400,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    kda_num_heads=2,
+    kda_head_dim=8,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    intermediate_size=24,
+    num_experts=8,
+    num_experts_per_token=2,
+    moe_intermediate_size=8,
+    routed_expert_hidden_size=8,
 )
-OURS = train_tokenizer([json.dumps([PLAIN, CALLING, TOOLS]), "message role think response tools call argument"] * 4, SHAPES)
 STRING_ARGUMENTS = [
     {"role": "user", "content": "x"},
     {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}]},

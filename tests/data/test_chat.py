@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from conversations import CALLING, ONE_CALL, PLAIN, TOOLS, WEATHER, chats, words
+from conversations import CALLING, ONE_CALL, PLAIN, TOKENIZER, TOOLS, WEATHER, chats, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.config import ModelConfig, UserError
+from atoll.config import UserError
 from atoll.data.chat import EFFORTS, MARKERS, render, text_of, tokenize
-from atoll.data.tokenizer import Tokenizer, train_tokenizer
-
-TOKENIZER = train_tokenizer([json.dumps([PLAIN, CALLING, TOOLS]), "message role think response tools call argument"] * 4, ModelConfig(vocab_size=400))
+from atoll.data.tokenizer import Tokenizer
 
 
 def drawn(messages, **options) -> str:
@@ -82,9 +80,7 @@ def test_arguments_that_are_no_object_are_shown_and_not_trained(text):
 
 def test_options_stand_where_the_format_has_them():
     schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "b": 1, "a": 2}}}
-    text = drawn(
-        PLAIN[1:2], tools=[WEATHER], effort="high", tool_choice="required", response_format=schema, add_generation_prompt=True
-    )
+    text = drawn(PLAIN[1:2], tools=[WEATHER], effort="high", tool_choice="required", response_format=schema, add_generation_prompt=True)
     fenced = json.dumps([WEATHER], sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     assert text == (
         f'<message role="system" type="tool-declare">You can call these tools.\n```json\n{fenced}\n```</message>.'
@@ -106,7 +102,9 @@ def test_options_stand_where_the_format_has_them():
 
 def test_tools_declared_within_a_conversation():
     declared = drawn(ONE_CALL[4:6])
-    assert declared.startswith('<message role="system" type="tool-declare">From here on you can call these tools too.\n```json\n[{"function":')
+    assert declared.startswith(
+        '<message role="system" type="tool-declare">From here on you can call these tools too.\n```json\n[{"function":'
+    )
     assert declared.endswith('```</message>.<message role="user">Thanks</message>.')
 
 
@@ -216,6 +214,8 @@ def test_a_tokenizer_without_a_marker_is_refused_by_its_name(name):
 # ---------------------------------------------------------------- mistakes
 
 CALL = {"id": "a", "function": {"name": "f", "arguments": {}}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "y"}
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,15 @@ CALL = {"id": "a", "function": {"name": "f", "arguments": {}}}
         ([{"role": "assistant", "tool_calls": [CALL, CALL]}], "messages[0].tool_calls"),
         ([{"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}], "messages[0].reasoning = 'a'"),
         ([{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}], "messages[1].role = 'tool'"),
-        ([{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "y", "tool_call_id": "z"}], "messages[1].tool_call_id = 'z'"),
-        ([{"role": "assistant", "tool_calls": [CALL]}, *[{"role": "tool", "content": "y", "tool_call_id": "a"}] * 2], "messages[2].tool_call_id"),
-        ([{"role": "assistant", "tool_calls": [CALL]}, *[{"role": "tool", "content": "y"}] * 2], "messages[2].tool_call_id"),
+        (
+            [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "y", "tool_call_id": "z"}],
+            "messages[1].tool_call_id = 'z'",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [CALL]}, *[{"role": "tool", "content": "y", "tool_call_id": "a"}] * 2],
+            "messages[2].tool_call_id",
+        ),
+        ([CALLED, RESULT, RESULT], "messages[2].tool_call_id"),
         ([{"role": "system", "tools": [{"type": "function"}]}], "messages[0].tools[0]"),
         ([{"role": "system", "tools": TOOLS, "content": "x"}], "messages[0].tools"),
     ],

@@ -111,7 +111,7 @@ def _message(raw: Any, where: str) -> Message:
     name = whole(given["name"], f"{where}.name") if "name" in given and role != "tool" else None
     if role == "assistant":
         return _assistant(given, name, where)
-    if "tool_calls" in given and given["tool_calls"]:
+    if given.get("tool_calls"):
         _refuse(f"{where}.tool_calls", given["tool_calls"], f"only an assistant calls tools, and role is {role!r}")
     if role == "system" and given.get("tools"):
         if given.get("content"):

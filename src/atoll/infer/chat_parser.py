@@ -7,67 +7,28 @@ markers from text that only spells them; fed text, it cannot.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
-from atoll.data.chat import MARKERS, kind_of, marker_ids
-from atoll.data.messages import decode_object
+from atoll.data.chat import MARKERS, marker_ids
 from atoll.data.tokenizer import Tokenizer
+from atoll.infer.parsed import Event, GrowingCall, Parsed, ParsedCall
 from atoll.infer.stream import TextStream
 
 OPEN, CLOSE, SEP, END = MARKERS
 # Element → what it stands in. Elements open in a wrong place end whatever is open below their parent.
-PARENT = {"message": None, "think": "message", "response": "message", "tools": "message", "call": "tools", "argument": "call", "json": "call"}
+PARENT = {
+    "message": None,
+    "think": "message",
+    "response": "message",
+    "tools": "message",
+    "call": "tools",
+    "argument": "call",
+    "json": "call",
+}
 ATTRIBUTE = re.compile(r'\s+(\w+)="([^"]*)"')
+TAG = re.compile(rf"\s*\w+(?:{ATTRIBUTE.pattern})*\s*")
 SPELT = re.compile("|".join(re.escape(m) for m in MARKERS))
-
-
-@dataclass(frozen=True)
-class Event:
-    """A piece of the message, to be joined with the ones before of its kind.
-
-    "thinking" and "content" carry text. "call" starts a tool call `name`, numbered from 1; "arguments" carries a piece of that call's
-    arguments as JSON. "end": the message is over.
-    """
-
-    kind: Literal["thinking", "content", "call", "arguments", "end"]
-    text: str = ""
-    call: int = 0
-    name: str = ""
-
-
-@dataclass
-class ParsedCall:
-    """`arguments` is an object, or text where the model wrote none."""
-
-    name: str
-    arguments: dict[str, Any] | str
-
-
-@dataclass
-class Parsed:
-    """A message as far as it was written. `thinking` is None without a think channel; calls that were cut off are not listed."""
-
-    thinking: str | None = None
-    content: str = ""
-    tool_calls: list[ParsedCall] = field(default_factory=list)
-    finished: bool = False  # the message was ended, not cut off
-    malformed: bool = False  # it broke the format somewhere
-
-    def as_message(self) -> dict[str, Any]:
-        """An OpenAI-style assistant message, which `atoll.data.chat.render` takes. Calls get the ids call_1, call_2, ..."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.thinking is not None:
-            message["reasoning"] = self.thinking
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": f"call_{n}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for n, call in enumerate(self.tool_calls, 1)
-            ]
-        return message
 
 
 def parse(written: str | Iterable[int], tokenizer: Tokenizer | None = None, thinking: bool = True, opened: bool = True) -> Parsed:
@@ -101,8 +62,9 @@ class ChatParser:
         self._open: list[str] = []
         self._seen: set[str] = set()  # channels that have been opened
         self._events: list[Event] = []
-        self._call = _NoCall
+        self._call = GrowingCall(0, "")
         self._over = False
+        self._stray = False  # text outside every channel has begun: its spaces count
         if opened:
             for tag in ("message", "think" if thinking else "response"):
                 self._enter(tag, {})
@@ -151,7 +113,7 @@ class ChatParser:
         if name in MARKERS:
             self._marker(name)
         else:  # bos, eos, padding, media: no part of an answer
-            self._flag()
+            self._flag(not self._over)
 
     def _text_piece(self, piece: str) -> None:
         text, at = self._held + piece, 0
@@ -175,11 +137,15 @@ class ChatParser:
             self._put(text)
 
     def _marker(self, name: str) -> None:
+        self._stray = False
         if self._over:
             self._flag()
         elif self._tag is not None and name == SEP:
             (kind, tag), self._tag = self._tag, None
-            self._opening(tag) if kind == OPEN else self._closing(tag)
+            if kind == OPEN:
+                self._opening(tag)
+            else:
+                self._closing(tag)
         else:
             if self._tag is not None:  # a tag without its end
                 self._literal("".join(self._tag))
@@ -194,13 +160,14 @@ class ChatParser:
     def _opening(self, tag: str) -> None:
         name = tag.split(maxsplit=1)[0] if tag.strip() else ""
         parent = PARENT.get(name)
-        fits = name in PARENT and (parent in self._open if parent is not None else not self._open)
-        if not fits:
+        begins = parent is None and not self._open and not self.message.finished
+        if name not in PARENT or not (begins or parent in self._open):
             self._literal(OPEN + tag + SEP)
             return
         while self._open and self._open[-1] != parent:
             self._flag()
             self._leave()
+        self._flag(not TAG.fullmatch(tag))
         attributes = {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in ATTRIBUTE.findall(tag)}
         self._enter(name, attributes)
 
@@ -234,7 +201,7 @@ class ChatParser:
         elif name == "call":
             number = len(self.message.tool_calls) + 1
             self._flag(not attributes.get("tool") or attributes.get("index") != str(number))
-            self._call = _Call(number, attributes.get("tool", ""))
+            self._call = GrowingCall(number, attributes.get("tool", ""))
             self._events.append(Event("call", call=number, name=self._call.name))
         elif name == "argument":
             self._flag("key" not in attributes or attributes["key"] in self._call.arguments)
@@ -253,6 +220,7 @@ class ChatParser:
             self._arguments(self._call.end())
             self.message.tool_calls.append(ParsedCall(self._call.name, self._call.result()))
         elif name == "message":
+            self._flag("response" not in self._seen)
             self.message.finished = True
 
     def _put(self, text: str) -> None:
@@ -262,10 +230,16 @@ class ChatParser:
             self._events.append(Event("thinking", text))
         elif place in ("argument", "json"):
             self._arguments(self._call.put(text))
-        elif place == "response" or text.strip():  # space between elements is nothing
-            self._flag(place != "response")
-            self.message.content += text
-            self._events.append(Event("content", text))
+        elif place == "response":
+            self._content(text)
+        elif kept := text if self._stray else text.lstrip():  # space between elements is nothing, other text is not lost
+            self._stray = True
+            self._flag()
+            self._content(kept)
+
+    def _content(self, text: str) -> None:
+        self.message.content += text
+        self._events.append(Event("content", text))
 
     def _literal(self, text: str) -> None:
         self._flag()
@@ -277,60 +251,6 @@ class ChatParser:
 
     def _flag(self, broken: bool = True) -> None:
         self.message.malformed |= broken
-
-
-class _Call:
-    """A tool call being written: its arguments, and the same as JSON piece by piece. A string comes out as it comes in."""
-
-    def __init__(self, number: int, name: str) -> None:
-        self.number, self.name = number, name
-        self.arguments: dict[str, Any] = {}
-        self._key, self._kind, self._text = "", "", ""
-        self._json: str | None = None  # arguments in one piece
-
-    def enter(self, key: str, kind: str) -> None:
-        self._key, self._kind, self._text = key, kind, ""
-
-    def begun(self) -> str:
-        head = ("{" if not self.arguments else ",") + json.dumps(self._key, ensure_ascii=False) + ":"
-        return head + '"' if self._kind == "string" else head
-
-    def enter_json(self) -> None:
-        self._kind, self._text = "json", ""
-
-    def put(self, text: str) -> str:
-        self._text += text
-        return json.dumps(text, ensure_ascii=False)[1:-1] if self._kind == "string" else text if self._kind == "json" else ""
-
-    def leave(self) -> tuple[str, bool]:
-        """What completes the argument's JSON, and whether its value was of its type."""
-        if self._kind == "json":
-            sound = not self.arguments and self._json is None
-            self._json = self._text
-            return "", sound and isinstance(decode_object(self._text), dict)
-        if self._kind == "string":
-            self.arguments[self._key] = self._text
-            return '"', True
-        value, sound = _typed(self._text, self._kind)
-        self.arguments[self._key] = value
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")), sound
-
-    def end(self) -> str:
-        return "" if self._json is not None else "}" if self.arguments else "{}"
-
-    def result(self) -> dict[str, Any] | str:
-        return self.arguments if self._json is None else decode_object(self._json)
-
-
-_NoCall = _Call(0, "")
-
-
-def _typed(text: str, kind: str) -> tuple[Any, bool]:
-    """The JSON value that `text` spells, if it is of `kind`; else the text itself, and False."""
-    wrapped = decode_object('{"value":' + text + "}")
-    if isinstance(wrapped, dict) and list(wrapped) == ["value"] and kind_of(wrapped["value"]) == kind:
-        return wrapped["value"], True
-    return text, False
 
 
 def _may_grow(text: str) -> bool:
