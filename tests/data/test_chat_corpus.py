@@ -74,6 +74,16 @@ def test_the_split_goes_by_the_conversation_and_nothing_else(config, tmp_path):
     assert len(second.train) + len(second.heldout) == len(RECORDS) + 1
 
 
+def test_one_conversation_under_other_options_stays_on_its_side(config):
+    before = open_corpus(config, MODEL)
+    after = open_corpus(dataclasses.replace(config, thinking=False), MODEL)
+    assert after.heldout.names == before.heldout.names
+    write(Path(config.source), [{**r, "effort": e, "thinking": True} for r in RECORDS for e in ("low", "high")])
+    names = open_corpus(config, MODEL).heldout.names
+    assert len(names) == 2 * len(before.heldout)
+    assert {(int(n.split(":")[1]) - 1) // 2 for n in names} == {int(n.split(":")[1]) - 1 for n in before.heldout.names}
+
+
 def test_thinking_may_be_switched_off_for_all(config):
     corpus = open_corpus(dataclasses.replace(config, thinking=False), MODEL)
     ids = corpus.train.document(corpus.train.names.index("chats.jsonl:3"))

@@ -42,7 +42,7 @@ ADDING = [
 ]
 NAMED = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A small model."}]
 COLOUR = [{"role": "user", "content": "A colour?"}, {"role": "assistant", "reasoning": "Any.", "content": "Blue, like the sea."}]
-OTHER = [{"role": "user", "content": "What else?"}, {"role": "assistant", "content": "Nothing more."}]  # its hash holds it out
+OTHER = [{"role": "user", "content": "What else?"}, {"role": "assistant", "content": "Nothing."}]  # its hash holds it out
 
 
 def write_chats(path: Path, conversations: list[list[dict]]) -> str:
@@ -146,6 +146,12 @@ def test_the_command_answers(tuned: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "(thinks) Any.\nBlue, like the sea.\n"
     assert cli.main(["sample", str(tuned), "A colour?", "--chat", "--temperature", "0", "--tokens", "5"]) == 0
     assert "(cut off after 5 tokens)" in capsys.readouterr().out
+
+
+def test_a_second_fine_tuning_keeps_the_rates_of_the_first(tuned: Path) -> None:
+    first, second = load_config(tuned / "config.toml"), initial.settings(str(tuned), chat=True)
+    assert second.optim == first.optim
+    assert (second.train.init, second.train.steps) == (str((tuned / "model").resolve()), None)
 
 
 # ---------------------------------------------------------------- from whom

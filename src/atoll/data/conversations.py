@@ -122,7 +122,7 @@ def _conversation(line: bytes, name: str, where: str, config: DataConfig) -> Con
         raise UserError(f"{where}: {error}") from None
     if any(s.marker and s.text in MEDIA for s in segments):
         raise UserError(f"{where}: an image in a message; conversations are trained on text alone, take that line out")
-    key = json.dumps([record["messages"], *(options.get(key) for key in OPTIONS)], sort_keys=True)
+    key = json.dumps(record["messages"], sort_keys=True)  # not the options: one conversation under two of them stays on one side
     return Conversation(name, unit_hash(key), segments)
 
 

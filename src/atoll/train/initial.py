@@ -1,8 +1,9 @@
 """Where a run's weights begin: random, or those of a run or hub folder, whose shapes and tokenizer then come with them.
 
 `settings` is what `atoll train FOLDER` starts from. Fine-tuning moves a model a little way: a tenth of the peak rates it was trained
-with, three times round the conversations, and the routers' balancing biases kept as they are. Quantile balancing would set them anew
-from each small batch of few topics, and spread over all experts what belongs to some; `balance.kind = "quantile"` has it anyway.
+with (the same again where it was fine-tuned before), three times round the conversations, and the routers' balancing biases kept as
+they are. Quantile balancing would set them anew from each small batch of few topics, and spread over all experts what belongs to some;
+`balance.kind = "quantile"` has it anyway.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def settings(name: str, chat: bool) -> Config:
     folder = weights_folder(name).resolve()
     run = folder.parent / "config.toml"
     base = load_config(run) if folder.name == "model" and run.is_file() else Config()
-    o = base.optim
-    optim = dataclasses.replace(o, lr=o.lr * RATE, adam_lr=o.adam_lr * RATE, router_lr=o.router_lr * RATE, warmup=WARMUP)
+    o, rate = base.optim, RATE if base.train.init is None else 1.0
+    optim = dataclasses.replace(o, lr=o.lr * rate, adam_lr=o.adam_lr * rate, router_lr=o.router_lr * rate, warmup=WARMUP)
     train = dataclasses.replace(base.train, init=str(folder), steps=None, epochs=None, minutes=5.0)
     data, balance = base.data, base.balance
     if chat:  # kind and source are the user's to name; until they are, these are valid as they stand
