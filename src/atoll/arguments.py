@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.config import Config, StageConfig, UserError, describe, load_config, presets
+from atoll.config import ALIASES, Config, StageConfig, UserError, describe, load_config, override, presets
 
 OWN_FLAGS = ("resume", "minutes", "out")
 
@@ -26,7 +26,7 @@ OWN_FLAGS = ("resume", "minutes", "out")
 class TrainArguments:
     """What follows `atoll train`."""
 
-    config: str | None = None  # preset or TOML file
+    config: str | None = None  # preset, TOML file, or folder with weights
     overrides: dict[str, str] = field(default_factory=dict)  # dotted key → text
     resume: str | None = None
     minutes: str | None = None
@@ -137,7 +137,8 @@ TRAIN_USAGE = """\
 usage: atoll train CONFIG [--group.name VALUE ...] [--minutes N] [--out DIR]
        atoll train --resume RUN [--group.name VALUE ...]
 
-CONFIG is a preset ({presets}) or a TOML file.
+CONFIG is a preset ({presets}), a TOML file,
+or a run or hub folder whose weights are trained further: docs/chat.md.
 
   --minutes N     train for N minutes in all, whatever the config says
   --out DIR       run folder (default: runs/NAME, or the next free runs/NAME-2, ...)
@@ -204,9 +205,22 @@ def plan_run(args: TrainArguments) -> tuple[Config, Path]:
         clash = next((key for key in ("train.minutes", "train.steps") if key in overrides), None)
         if clash:
             raise UserError(f"--minutes {args.minutes}: does not go with --{clash}; give one of the two")
-        overrides |= {"train.minutes": args.minutes, "train.steps": "none"}
-    config = load_config(args.config, overrides)
-    return config, Path(args.out).expanduser() if args.out else free_folder(Path("runs"), Path(args.config).stem)
+        overrides |= {"train.minutes": args.minutes, "train.steps": "none", "train.epochs": "none"}
+    config = start_config(args.config, overrides)
+    name = Path(args.config).stem + ("-chat" if config.data.kind == "chat" and Path(args.config).is_dir() else "")
+    return config, Path(args.out).expanduser() if args.out else free_folder(Path("runs"), name)
+
+
+def start_config(name: str, overrides: dict[str, Any]) -> Config:
+    """The settings under a preset, a TOML file, or a folder with weights to start from. Raises `UserError`."""
+    if ("/" not in name and name in (*presets(), *ALIASES)) or not Path(name).expanduser().is_dir():
+        return load_config(name, overrides)
+    from atoll.train.initial import settings
+
+    shape = next((key for key in overrides if key.startswith("model.")), None)
+    if shape:
+        raise UserError(f"--{shape}: does not go with {name!r}; the model's shapes are those of its weights")
+    return override(settings(name, str(overrides.get("data.kind")) == "chat"), overrides)
 
 
 def free_folder(parent: Path, name: str) -> Path:
@@ -245,6 +259,21 @@ def model_folder(run: str) -> Path:
 def show(result: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:
     """Print `result` for a program or for a person."""
     print(json.dumps(result) if as_json else render(result).rstrip("\n"))
+
+
+def event_writer() -> Callable[[Any], None]:
+    """A function that prints the events of an assistant's message (`atoll.infer.parsed.Event`) as they come, each kind on its own line."""
+    last = ""
+
+    def show(event: Any) -> None:
+        nonlocal last
+        if event.kind == "call" or event.kind not in (last, "arguments"):
+            heads = {"thinking": "(thinks) ", "content": "", "call": f"(calls {event.name}) ", "end": ""}
+            write(("\n" if last else "") + heads[event.kind])
+        write(event.text)
+        last = event.kind
+
+    return show
 
 
 def write(text: str) -> None:

@@ -21,7 +21,7 @@ def train(words: list[str]) -> None:
     started = time.monotonic()
     if {"-h", "--help"} & set(words):
         name = next((word for word in words if not word.startswith("-")), "tiny")
-        print(arguments.train_help(load_config(name), name, presets()), end="")
+        print(arguments.train_help(arguments.start_config(name, {}), name, presets()), end="")
         return
     args = arguments.parse_train(words)
     config, out = arguments.plan_run(args)
@@ -38,8 +38,10 @@ def sample(
     top_p: float = 0.95,
     top_k: int | None = None,
     seed: int = 0,
+    chat: bool = False,
+    thinking: bool = True,
 ) -> None:
-    """Continue a text with a trained model.
+    """Continue a text with a trained model, or answer a message.
 
     Args:
         run: a run's folder, or a folder in the hub's layout
@@ -49,13 +51,20 @@ def sample(
         top_p: sample among the likeliest tokens that hold this share of the probability
         top_k: sample among this many likeliest tokens
         seed: the same seed gives the same text
+        chat: the prompt is a user's message; print the assistant's
+        thinking: with --chat, let the assistant think first
     """
     folder = arguments.model_folder(run)
     from atoll import load
     from atoll.hub.load import load_tokenizer
-    from atoll.infer.sample import continue_text
+    from atoll.infer.sample import continue_text, reply
 
     model, tokenizer = load(folder), load_tokenizer(folder)
+    if chat:
+        question, show = [{"role": "user", "content": prompt}], arguments.event_writer()
+        answer = reply(model, tokenizer, question, None, thinking, tokens, temperature, top_p, top_k, seed, show)
+        sys.stdout.write("" if answer.finished else f"(cut off after {tokens} tokens)\n")
+        return
     continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write, echo=True)
     sys.stdout.write("\n")
 

@@ -124,9 +124,11 @@ class BalanceConfig:
 class DataConfig:
     """Where the text comes from and how it becomes samples."""
 
+    kind: Literal["text", "chat"] = "text"  # "chat": .jsonl conversations, trained on what their assistants say
     source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet
     text_field: str = "text"  # field of a JSONL or parquet record that holds the text
     suffixes: tuple[str, ...] = ()  # file endings read from a folder; empty takes every text file
+    thinking: bool = True  # of chat: assistants have a think channel, also an empty one; a conversation may say otherwise
     heldout: float = 0.02  # share of files kept for validation, by a hash of their path
     max_bytes: int | None = None  # stop reading the training split after this many bytes
     tokenizer: str = "train"  # "train" fits a byte-level BPE on the training split; or a path to tokenizer.json
@@ -167,7 +169,9 @@ class StageConfig:
 class TrainConfig:
     """The loop: how long, how often, where, how safe."""
 
-    steps: int | None = None  # optimizer steps; "none" derives them from `minutes`
+    init: str | None = None  # start from the weights, shapes and tokenizer of this run or hub folder; "none" draws weights
+    steps: int | None = None  # optimizer steps; "none" derives them from `epochs` and `minutes`
+    epochs: float | None = None  # times round the training split; with `minutes` too, whichever ends first
     minutes: float | None = 5.0  # wall-clock budget of the whole command
     micro_batch: int | None = None  # sequences in one forward pass; "none" takes the stage's whole batch
     seed: int = 0  # weights and sampling
@@ -219,8 +223,12 @@ def load_config(name: str | Path, overrides: dict[str, Any] | None = None) -> Co
     base = Config()
     if (parent := tree.pop("preset", None)) is not None:
         base = load_config(str(parent))
-    config = merge(base, tree, "")
-    for key, value in (overrides or {}).items():
+    return override(merge(base, tree, ""), overrides or {})
+
+
+def override(config: Config, overrides: dict[str, Any]) -> Config:
+    """`config` with dotted keys laid over it, validated. Raises `ConfigError`."""
+    for key, value in overrides.items():
         config = _override(config, key, value)
     validate(config)
     return config
@@ -535,11 +543,13 @@ def _validate_train(config: Config) -> None:
     _positive(
         t,
         "train.",
-        ["steps", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"],
+        ["steps", "epochs", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"],
     )
     _positive(o, "optim.", ["lr", "adam_lr", "router_lr", "eps", "grad_clip", "qk_clip"])
-    if t.steps is None and t.minutes is None:
-        _refuse("train.steps", None, "set train.steps or train.minutes")
+    if t.steps is None and t.epochs is None and t.minutes is None:
+        _refuse("train.steps", None, "set train.steps, train.epochs or train.minutes")
+    if d.kind == "chat" and d.source == "stdlib":
+        _refuse("data.source", d.source, 'with data.kind = "chat" a .jsonl file of conversations, or a folder of them, is expected')
     if not 0 < d.heldout < 1:
         _refuse("data.heldout", d.heldout, "a share between 0 and 1 is expected")
     if not 0 <= o.warmup < 1:

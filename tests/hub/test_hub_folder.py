@@ -118,7 +118,8 @@ def test_tokenizer_goes_along(tmp_path, words):
     m = build(vocab_size=300)
     export.save(m, tmp_path / "a", tokenizer=words)
     assert set(files(tmp_path / "a")) == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", *export.REMOTE
+        "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        *export.REMOTE,
     }  # fmt: skip
     config = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
     assert {key: config[f"{key}_token"] for key in ("bos", "eos", "pad")} == {key: f"<|{key}|>" for key in ("bos", "eos", "pad")}

@@ -57,7 +57,14 @@ def test_batch_without_state_and_unequal_widths(width, value):
 
 def test_channels_in_halves_and_value_blocks():
     config = Config(
-        prepare_channels=16, prepare_columns=16, gradient_channels=16, scan_columns=16, keep_columns=16, back_columns=16, pairs_channels=16, pairs_columns=16
+        prepare_channels=16,
+        prepare_columns=16,
+        gradient_channels=16,
+        scan_columns=16,
+        keep_columns=16,
+        back_columns=16,
+        pairs_channels=16,
+        pairs_columns=16,
     )
     small = random_inputs(1, 66, heads=1, width=32, value=32)
     assert_close(*both(small, None, None, config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,16 +49,18 @@ def open_corpus(config: DataConfig, model: ModelConfig, progress: Progress | Non
     `progress` is called with one line before each slow step. Raises `UserError` for a mistake in a setting or a file.
     """
     say = progress or (lambda line: None)
+    if config.kind == "chat":
+        from atoll.data.conversations import open_chat
+
+        return open_chat(config, model, say)
     source = open_source(config)
     say(f"reading {len(source.files):,} files of {config.source}" if not source.single else f"reading {config.source}")
     found = survey(source, config)
     notes = _notes(found)
     if config.tokenizer == "train":
-        tokenizer = _trained(source, found, config, model, say)
-        check_fits(tokenizer, model, "the trained tokenizer")
+        tokenizer = fitted(found.train_digest, lambda: found.tokenizer_texts(source), config, model, say)
     else:
-        tokenizer = load_tokenizer(config.tokenizer)
-        check_fits(tokenizer, model, f"data.tokenizer = {config.tokenizer!r}")
+        tokenizer = given_tokenizer(config, model)
         if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
             notes.append(
                 f"data.tokenizer = {config.tokenizer!r} does not keep every text exactly; bits are counted per byte of the original"
@@ -67,15 +69,24 @@ def open_corpus(config: DataConfig, model: ModelConfig, progress: Progress | Non
     return Corpus(tokenizer, sets[False], sets[True], found.heldout_files, source.has_tests, found.stats.undecodable, notes)
 
 
-def _trained(source: Source, found: Survey, config: DataConfig, model: ModelConfig, say: Progress) -> Tokenizer:
+def fitted(digest: str, texts: Callable[[], Iterable[str]], config: DataConfig, model: ModelConfig, say: Progress) -> Tokenizer:
+    """The tokenizer trained on `texts`, or the one kept from the last time; `digest` names the texts."""
     settings = repr((VERSION, PATTERN, LONGEST, TOKENIZER_BYTES, STRETCH, model.vocab_size, sorted(special_layout(model).items())))
-    key = hashlib.blake2b(f"{found.train_digest} {settings}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(f"{digest} {settings}".encode(), digest_size=16).hexdigest()
     path = cache_folder(config.cache, "tokenizers") / f"{key}.json"
-    if (kept := cached_tokenizer(path)) is not None:
-        return kept
-    say(f"training a tokenizer of {model.vocab_size:,} tokens")
-    tokenizer = fit(found.tokenizer_texts(source), model)
-    keep_tokenizer(tokenizer, path)
+    tokenizer = cached_tokenizer(path)
+    if tokenizer is None:
+        say(f"training a tokenizer of {model.vocab_size:,} tokens")
+        tokenizer = fit(texts(), model)
+        keep_tokenizer(tokenizer, path)
+    check_fits(tokenizer, model, "the trained tokenizer")
+    return tokenizer
+
+
+def given_tokenizer(config: DataConfig, model: ModelConfig) -> Tokenizer:
+    """The tokenizer that `config.tokenizer` names, if it fits the model. Raises `UserError`."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    check_fits(tokenizer, model, f"data.tokenizer = {config.tokenizer!r}")
     return tokenizer
 
 

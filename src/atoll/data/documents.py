@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ BATCH_CHARACTERS = 4_000_000  # text handed to the tokenizer's threads at once
 
 @dataclass(frozen=True)
 class TokenSet:
-    """Documents as `[bos] + tokens + [eos]`, end to end.
+    """Documents as `[bos] + tokens + [eos]`, or conversations as they are rendered, end to end.
 
     tokens [N] uint16 or uint32; offsets int64 [D+1]; doc_bytes int64 [D] (UTF-8 bytes of each text); names of the D documents;
-    token_bytes int64 [V]: bytes of text behind each id, 0 for specials.
+    token_bytes int64 [V]: bytes of text behind each id, 0 for specials. Of conversations also trained bool [N]: the tokens that are
+    targets, whose bytes alone doc_bytes counts; and end_of_msg, the id that ends each message.
     """
 
     tokens: np.ndarray
@@ -33,6 +35,8 @@ class TokenSet:
     bos: int
     eos: int
     pad: int
+    trained: np.ndarray | None = None
+    end_of_msg: int | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -64,6 +68,16 @@ def from_ids(documents: Iterable[tuple[str, list[int], int]], tokenizer: Tokeniz
     tokens = np.concatenate(flat) if flat else np.zeros(0, token_dtype(model))
     sizes = np.asarray([[len(f), size] for f, (_, _, size) in zip(flat, kept, strict=True)], dtype=np.int64).reshape(-1, 2)
     return _token_set(tokens, sizes, [name for name, _, _ in kept], tokenizer, model)
+
+
+def from_conversations(conversations: Iterable[tuple[str, np.ndarray, np.ndarray]], tokenizer: Tokenizer, model: ModelConfig) -> TokenSet:
+    """A `TokenSet` in memory of (name, ids, which of them are trained)."""
+    kept = list(conversations)
+    tokens = np.concatenate([np.zeros(0, token_dtype(model)), *(ids for _, ids, _ in kept)]).astype(token_dtype(model))
+    trained = np.concatenate([np.zeros(0, bool), *(mask for _, _, mask in kept)]).astype(bool)
+    sizes = [[len(ids), int(tokenizer.bytes_table[ids[mask]].sum())] for _, ids, mask in kept]
+    flat = _token_set(tokens, np.asarray(sizes, dtype=np.int64).reshape(-1, 2), [name for name, _, _ in kept], tokenizer, model)
+    return dataclasses.replace(flat, trained=trained, end_of_msg=tokenizer.special["<|end_of_msg|>"])
 
 
 def token_dtype(model: ModelConfig) -> type[np.unsignedinteger[Any]]:

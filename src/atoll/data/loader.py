@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -54,6 +55,26 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+class Rows(Protocol):
+    """What `make_batch` reads: endless rows of `length` tokens by global index."""
+
+    token_set: TokenSet
+    length: int
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int64 [length] of row `index`, and where in it a segment starts."""
+        ...
+
+    def trained(self, index: int) -> np.ndarray | None:
+        """Which tokens of row `index` may be targets, bool [length]; None is all of them."""
+        ...
+
+    @property
+    def epoch_rows(self) -> float:
+        """Rows after which every token has been read once."""
+        ...
+
+
 class Sampler:
     """Endless rows of `length` tokens by global index; see the module's head for the order."""
 
@@ -79,6 +100,10 @@ class Sampler:
         first = np.repeat(np.cumsum(count) - count, count)
         inner = (np.arange(len(first)) - first) * self._step
         return np.repeat(offsets[:-1], count) + inner, np.minimum(self.length, np.repeat(sizes, count) - inner)
+
+    def trained(self, index: int) -> np.ndarray | None:
+        """Which tokens of row `index` may be targets, bool [length]; None is all of them."""
+        return None
 
     @property
     def epoch_rows(self) -> float:
@@ -127,13 +152,16 @@ class Sampler:
         return self._orders[key]
 
 
-def make_batch(sampler: Sampler, start: int, count: int) -> Batch:
+def make_batch(sampler: Rows, start: int, count: int) -> Batch:
     """The `count` rows of global indices start … start + count - 1 as one packed batch of [1, count * length]."""
     rows = [sampler[i] for i in range(start, start + count)]
     ids = np.concatenate([row for row, _ in rows])
     starts = np.concatenate([at + i * sampler.length for i, (_, at) in enumerate(rows)])
     labels = ids.copy()
     labels[starts] = IGNORED
+    masks = [sampler.trained(i) for i in range(start, start + count)]
+    if masks and masks[0] is not None:
+        labels[~np.concatenate([m for m in masks if m is not None])] = IGNORED
     num_bytes = int(sampler.token_set.token_bytes[labels[labels != IGNORED]].sum())
     bounds = np.append(starts, len(ids))
     return Batch(torch.from_numpy(ids)[None], torch.from_numpy(labels)[None], torch.from_numpy(bounds), num_bytes)

@@ -113,7 +113,7 @@ def open_source(config: DataConfig) -> Source:
         raise UserError(f'data.source = {config.source!r}: no such file or folder; give an existing path, or "stdlib"')
     if path.is_dir():
         root = path.resolve()
-        files, links = _walk(root, config.suffixes)
+        files, links = walk(root, config.suffixes)
         if not files:
             endings = f" ending in {', '.join(config.suffixes)}" if config.suffixes else ""
             raise UserError(f"data.source = {config.source!r}: empty corpus, no file{endings} in this folder; see data.suffixes")
@@ -123,14 +123,14 @@ def open_source(config: DataConfig) -> Source:
 
 def _stdlib() -> Source:
     root = Path(sysconfig.get_paths()["stdlib"]).resolve()
-    files, links = _walk(root, (".py",)) if root.is_dir() else ([], 0)
+    files, links = walk(root, (".py",)) if root.is_dir() else ([], 0)
     if not files:
         raise UserError(f'data.source = "stdlib": this Python keeps no source files in {str(root)!r}; set data.source to a folder of text')
     tests = sum(f.startswith("test/test_") for f in files)
     return Source(root, files, links=links, has_tests=tests > 100)  # some systems ship test/support alone
 
 
-def _walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[str], int]:
+def walk(root: Path, suffixes: tuple[str, ...]) -> tuple[list[str], int]:
     """Relative paths below `root`, sorted, and how many links were passed over.
 
     Links are not followed: what they name outside the folder is not ours to read, and inside it is met under its own name.

@@ -21,8 +21,11 @@ from atoll.config import ModelConfig, UserError
 from atoll.data.cache import seal, write_text
 
 MARKERS = ("end_of_msg", "open", "close", "sep", "media_begin", "media_content", "media_end", "media_pad")  # chat and media
+# Markers that a file calls `special: false`, as released: engines that drop special tokens from an answer leave its structure in.
+# Here they are special all the same, for else the library would find them in a user's words.
+STRUCTURE = ("<|open|>", "<|close|>", "<|sep|>")
 SLICE = 1 << 20  # characters encoded at once; a longer text is cut at a line end
-VERSION = 1  # of layout and pre-tokeniser: part of the cache's key
+VERSION = 2  # of layout and pre-tokeniser: part of the cache's key
 
 # Pieces a merge never crosses, tried in this order. Within a line merges may cross words ("self.assert", " in the "): at 4,096
 # tokens that is 4.1 bytes a token of Python where pieces of single words give 3.7, and a 4-gram model of equally many tokens
@@ -43,7 +46,7 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         try:
-            self._backend = Backend.from_str(text)
+            self._backend = Backend.from_str(_guarded(text))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(str(error)) from error
         self._backend.encode_special_tokens = True
@@ -53,6 +56,7 @@ class Tokenizer:
         content = json.loads(self._backend.to_str())
         self.fingerprint = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
         self.special = {t["content"]: int(t["id"]) for t in content["added_tokens"] if t["special"]}
+        self._skipped = {i for name, i in self.special.items() if name not in STRUCTURE}
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.bytes_table = _bytes_table(vocab, content, self.vocab_size)
@@ -69,8 +73,9 @@ class Tokenizer:
         return [list(itertools.chain.from_iterable(next(ids).ids for _ in parts)) for parts in slices]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Text of `ids`; a character cut off at an end shows as U+FFFD. Specials are shown unless `skip_special`."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        """Text of `ids`; a character cut off at an end shows as U+FFFD. Specials are shown; `skip_special` leaves those of `STRUCTURE`."""
+        kept = [int(i) for i in ids if not (skip_special and int(i) in self._skipped)]
+        return self._backend.decode(kept, skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> int:
         """Bytes of text behind an id; 0 for special and unused ids."""
@@ -181,7 +186,8 @@ def _laid_out(content: dict[str, Any], special: dict[int, str]) -> str:
     vocab.update({f"<|reserved_token_{i}|>": i for i in range(max(used)) if i not in used})  # the library wants no gaps
     content["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda item: item[1]))
     content["added_tokens"] = [
-        {"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        {"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        | {"special": name not in STRUCTURE}
         for name, i in content["model"]["vocab"].items()
         if re.fullmatch(r"<\|\w+\|>", name) and (i in special or name.startswith("<|reserved_token_"))
     ]
@@ -196,6 +202,16 @@ def byte_symbols() -> list[str]:
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _guarded(text: str) -> str:
+    """A `tokenizer.json` in which the tokens of `STRUCTURE` are special: `encode` then never makes them of text."""
+    content = json.loads(text)
+    added = content.get("added_tokens") if isinstance(content, dict) else None
+    open_to_text = [t for t in added or [] if t["content"] in STRUCTURE and not t["special"]]
+    for token in open_to_text:
+        token["special"] = True
+    return json.dumps(content) if open_to_text else text
 
 
 def _slices(text: str) -> Iterable[str]:

@@ -2,7 +2,8 @@
 
     bits per byte = (sum over counted tokens of -ln p) / ln 2 / (bytes of text)
 
-Every token of a document's text is counted exactly once. The end-of-document token is not: a file's end is not among its bytes,
+Every token of a document's text is counted exactly once; of a conversation those that are trained, markers among them, which have
+no bytes. The end-of-document token is not: a file's end is not among its bytes,
 and a compressor is told of it by the file system. Documents start from nothing, as a compressor does that takes files one by one.
 """
 
@@ -24,17 +25,20 @@ def windows(token_set: TokenSet, length: int, overlap: int) -> np.ndarray:
     """Stretches of documents to be scored, int64 [W, 3]: first token, one past the last, first token that counts.
 
     A window has at most `length` tokens; each after a document's first begins with `overlap` tokens that the window before it
-    counted, as context. The tokens that count, over all windows, are every document's without its bos and eos. Raises `ValueError`.
+    counted, as context. The tokens that count, over all windows, are every document's without its bos and eos, and of conversations
+    those that are trained; a window without any is left out. Raises `ValueError`.
     """
     if length < 2 or not 0 <= overlap <= length - 2:
         raise ValueError(f"length = {length}, overlap = {overlap}: length of 2 or more, overlap from 0 to length - 2 are expected")
     context = max(1, overlap)  # the token before the first that counts is always there: it predicts
-    rows = []
-    for begin, end in zip(token_set.offsets[:-1].tolist(), (token_set.offsets[1:] - 1).tolist(), strict=True):
+    rows, trained = [], token_set.trained
+    ends = token_set.offsets[1:] - (trained is None)  # a conversation has no eos
+    for begin, end in zip(token_set.offsets[:-1].tolist(), ends.tolist(), strict=True):
         first, counted = begin, begin + 1
         while counted < end:
             last = min(end, first + length)
-            rows.append((first, last, counted))
+            if trained is None or trained[counted:last].any():
+                rows.append((first, last, counted))
             first, counted = last - context, last
     return np.asarray(rows, dtype=np.int64).reshape(-1, 3)
 
@@ -49,7 +53,7 @@ def bits_per_byte(
     limit_tokens: int | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> dict[str, float]:
-    """Score `token_set` in windows of `length` tokens: {"bits_per_byte", "bytes", "tokens", "nats"}.
+    """Score `token_set` in windows of `length` tokens: {"bits_per_byte", "nats_per_token", "bytes", "tokens", "nats"}.
 
     Windows (see `windows`; `overlap` is length // 4 unless given) of near sizes go together in packed batches [1, N] of at most
     `batch_tokens`, longest first. With `limit_tokens`, a fixed pseudo-random choice of windows with about so many tokens is
@@ -81,7 +85,8 @@ def bits_per_byte(
         model.train(was_training)
     if limit_tokens is None:
         num_bytes = token_set.num_bytes  # the texts' own, also when a foreign tokenizer does not keep every byte
-    return {"bits_per_byte": nats / math.log(2) / num_bytes, "bytes": num_bytes, "tokens": tokens, "nats": nats}
+    bits = nats / math.log(2) / max(1, num_bytes)
+    return {"bits_per_byte": bits, "nats_per_token": nats / max(1, tokens), "bytes": num_bytes, "tokens": tokens, "nats": nats}
 
 
 def _some(chosen: np.ndarray, limit: int) -> np.ndarray:
@@ -104,12 +109,14 @@ def _batches(chosen: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
 
 
 def _pack(token_set: TokenSet, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """input_ids [1, N], labels [1, N] with -100 on context, cu_seqlens [W+1], all int64."""
+    """input_ids [1, N], labels [1, N] with -100 on context and on what is not trained, cu_seqlens [W+1], all int64."""
     ids = np.concatenate([token_set.tokens[first:last] for first, last, _ in batch.tolist()]).astype(np.int64)
     labels = ids.copy()
     bounds = np.concatenate([[0], np.cumsum(batch[:, 1] - batch[:, 0])])
     for at, (first, _, counted) in zip(bounds.tolist(), batch.tolist(), strict=False):
         labels[at : at + counted - first] = IGNORED
+    if token_set.trained is not None:
+        labels[~np.concatenate([token_set.trained[first:last] for first, last, _ in batch.tolist()])] = IGNORED
     return torch.from_numpy(ids)[None], torch.from_numpy(labels)[None], torch.from_numpy(bounds)
 
 

@@ -25,12 +25,13 @@ def evaluate(run: Path) -> dict[str, Any]:
     corpus = open_corpus(data, config.model)
     length = config.stages[-1].length
     measured = bits_per_byte(model, corpus.heldout, length)
-    about = {"files": len(corpus.heldout_files), "length": length, "has_tests": corpus.has_tests}
+    about = {"kind": data.kind, "files": len(corpus.heldout_files), "length": length, "has_tests": corpus.has_tests}
     return {**measured, **compressors(corpus.heldout_files), **about}
 
 
 def render(result: dict[str, Any]) -> str:
     """The result as aligned text."""
     rows = [("model", "bits_per_byte"), ("gzip -9", "gzip"), ("xz -9e", "xz")]
-    head = f"{result['files']:,} held-out files, {result['bytes']:,} bytes, {result['tokens']:,} tokens in windows of {result['length']:,}"
+    what = "files" if result["kind"] == "text" else "conversations, what their assistants say"
+    head = f"{result['files']:,} held-out {what}: {result['bytes']:,} bytes, {result['tokens']:,} tokens in windows of {result['length']:,}"
     return "\n".join([head, *(f"  {name:<8} {result[key]:.4f} bits per byte" for name, key in rows)])

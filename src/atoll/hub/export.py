@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from atoll.config import ModelConfig, UserError
+from atoll.data import chat
 from atoll.data.cache import sync
 from atoll.hub import config_json
 from atoll.hub.layout import Slot, config_of, pack, slots
@@ -30,8 +31,9 @@ AUTO_MAP = {
 }
 Progress = Callable[[int, int], None]
 
+TEMPLATE = "chat_template.jinja"
 # Beside the weights and config.json, what a folder holds that goes with a tokenizer; copied from a folder that is converted.
-COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE)
 OURS = ("config.json", *COMPANIONS, INDEX, *REMOTE)
 
 
@@ -98,11 +100,15 @@ def write_folder(
             for name in REMOTE:
                 shutil.copyfile(Path(__file__).parent / "remote" / name, aside / name)
         _write_json(aside / "config.json", config)
-        _write_json(aside / "generation_config.json", _generation(m))
-        _write_weights(parts, aside, shard_bytes, _counted(fetch, parts, progress))
+        added: dict[str, int] = {}
         if tokenizer is not None:
             tokenizer.save(aside / "tokenizer.json")
-            _write_json(aside / "tokenizer_config.json", _tokenizer_config(aside / "tokenizer.json", m))
+            added = _added_tokens(aside / "tokenizer.json")
+            _write_json(aside / "tokenizer_config.json", _tokenizer_config(added, m))
+            if added.keys() >= set(chat.MARKERS):
+                (aside / TEMPLATE).write_text(chat.template(), encoding="utf-8")
+        _write_json(aside / "generation_config.json", _generation(m, added))
+        _write_weights(parts, aside, shard_bytes, _counted(fetch, parts, progress))
         for path in companions:
             shutil.copyfile(path, aside / path.name)
 
@@ -123,13 +129,21 @@ def _counted(fetch: Fetch, parts: list[Slot], progress: Progress | None) -> Fetc
     return counted
 
 
-def _generation(m: ModelConfig) -> dict[str, Any]:
-    return {"bos_token_id": m.bos_token_id, "eos_token_id": m.eos_token_id, "pad_token_id": m.pad_token_id, "do_sample": True}
-
-
-def _tokenizer_config(path: Path, m: ModelConfig) -> dict[str, Any]:
+def _added_tokens(path: Path) -> dict[str, int]:
+    """Content → id of what a `tokenizer.json` adds to its vocabulary."""
     added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens") or []
-    content = {token["id"]: token["content"] for token in added}
+    return {token["content"]: token["id"] for token in added}
+
+
+def _generation(m: ModelConfig, added: dict[str, int]) -> dict[str, Any]:
+    """A document ends at eos, a message at the chat format's own end."""
+    end = added.get("<|end_of_msg|>", m.eos_token_id)
+    stop = m.eos_token_id if end == m.eos_token_id else [m.eos_token_id, end]
+    return {"bos_token_id": m.bos_token_id, "eos_token_id": stop, "pad_token_id": m.pad_token_id, "do_sample": True}
+
+
+def _tokenizer_config(added: dict[str, int], m: ModelConfig) -> dict[str, Any]:
+    content = {i: name for name, i in added.items()}
     named = {"bos_token": m.bos_token_id, "eos_token": m.eos_token_id, "pad_token": m.pad_token_id}
     special = {key: content[i] for key, i in named.items() if i in content}
     return {

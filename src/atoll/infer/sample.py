@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from atoll.config import ModelConfig, UserError
+from atoll.data.chat import render, tokenize
 from atoll.data.tokenizer import Tokenizer, check_fits
 from atoll.infer import sampling
+from atoll.infer.chat_parser import ChatParser
 from atoll.infer.generate import generate
+from atoll.infer.parsed import Event, Parsed
 from atoll.infer.stream import TextStream
 
 
@@ -33,10 +36,7 @@ def continue_text(
     anything is written, for settings that cannot be and for a tokenizer with ids the model does not know.
     """
     config: ModelConfig = model.config
-    check_fits(tokenizer, config, "tokenizer.json")
-    sampling.check(temperature, top_p, top_k)
-    if tokens < 0:
-        raise UserError(f"tokens = {tokens}: 0 or more is expected")
+    _check(config, tokenizer, tokens, temperature, top_p, top_k)
     if echo and write is not None:
         write(prompt)
     stream, pieces = TextStream(tokenizer), []
@@ -55,3 +55,45 @@ def continue_text(
     generate(model, ids, tokens, temperature, top_p, top_k, seed, stop_ids=(config.eos_token_id,), on_token=on_token)
     put(stream.close())
     return "".join(pieces)
+
+
+def reply(
+    model: Any,
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    thinking: bool = True,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int | None = None,
+    seed: int | None = 0,
+    on_event: Callable[[Event], object] | None = None,
+) -> Parsed:
+    """The assistant's next message after `messages` (as `atoll.data.chat.render` takes them), up to `tokens` tokens.
+
+    `on_event` gets each piece of it as it comes. Raises `UserError` for settings or messages that cannot be, and for a tokenizer without
+    the chat format's markers.
+    """
+    config: ModelConfig = model.config
+    _check(config, tokenizer, tokens, temperature, top_p, top_k)
+    prompt, _ = tokenize(render(messages, tools, thinking, add_generation_prompt=True), tokenizer)
+    parser = ChatParser(tokenizer, thinking)
+
+    def put(events: list[Event]) -> None:
+        for event in events:
+            if on_event is not None:
+                on_event(event)
+
+    ids = torch.tensor([prompt], device=next(model.parameters()).device)
+    stops = (config.eos_token_id, tokenizer.special["<|end_of_msg|>"])
+    generate(model, ids, tokens, temperature, top_p, top_k, seed, stop_ids=stops, on_token=lambda new: put(parser.feed(int(new[0]))))
+    put(parser.close())
+    return parser.message
+
+
+def _check(config: ModelConfig, tokenizer: Tokenizer, tokens: int, temperature: float, top_p: float, top_k: int | None) -> None:
+    check_fits(tokenizer, config, "tokenizer.json")
+    sampling.check(temperature, top_p, top_k)
+    if tokens < 0:
+        raise UserError(f"tokens = {tokens}: 0 or more is expected")

@@ -1,4 +1,4 @@
-"""From minutes to steps: time the parts of the run on this machine once, then freeze the number of steps.
+"""From minutes or epochs to steps: time the parts of the run on this machine once, or count its rows, then freeze the number of steps.
 
 Nothing after this looks at the clock: the run that follows is a function of its frozen settings, so it can be resumed exactly.
 """
@@ -6,6 +6,7 @@ Nothing after this looks at the clock: the run that follows is a function of its
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atoll.config import Config, UserError
+from atoll.data.packing import open_sampler
 from atoll.train import checkpoint, folder
 from atoll.train.screen import Screen, duration
 from atoll.train.stages import plan
@@ -35,6 +37,9 @@ def freeze(config: Config, corpus: Any, out: Path, screen: Screen, started: floa
     """
     threads = config.train.threads or torch.get_num_threads()
     train = dataclasses.replace(config.train, threads=threads)
+    rounds = _epoch_steps(config, corpus) if train.epochs is not None and train.steps is None else None
+    if train.minutes is None and train.steps is None:
+        train = dataclasses.replace(train, steps=rounds)
     if train.steps is not None:
         return dataclasses.replace(config, train=train)
     assert train.minutes is not None
@@ -49,8 +54,17 @@ def freeze(config: Config, corpus: Any, out: Path, screen: Screen, started: floa
         raise UserError(
             f"train.minutes = {train.minutes:g}: leaves time for {max(0, steps)} steps; give at least {needed:.1f}, or a smaller model"
         )
-    screen.say(f"{steps:,} steps in {duration(left)}, {duration(costs.end)} kept for evaluation, export and report")
+    steps = steps if rounds is None else min(steps, rounds)
+    screen.say(f"{steps:,} steps in {duration(steps * costs.step)}, {duration(costs.end)} kept for evaluation, export and report")
     return dataclasses.replace(config, train=dataclasses.replace(train, steps=steps))
+
+
+def _epoch_steps(config: Config, corpus: Any) -> int:
+    """Steps that go `train.epochs` times round the training split, each stage doing its share of the steps."""
+    assert config.train.epochs is not None
+    rows = [open_sampler(corpus.train, s.length, 0).epoch_rows for s in config.stages]
+    share = sum(s.share * s.batch / r for s, r in zip(config.stages, rows, strict=True))  # of an epoch, a mean step
+    return max(1, math.ceil(config.train.epochs / share - 1e-9))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +79,14 @@ def _measure(config: Config, corpus: Any, out: Path, budget: float) -> Costs:
     """Run every part once on a model that is thrown away."""
     from atoll.train.callbacks.probes import look
     from atoll.train.callbacks.samples import sample
-    from atoll.train.finish import compressed, heldout_bits
+    from atoll.train.finish import compressed, heldout
     from atoll.train.trainer import Trainer
 
     c = config.train
     trial = Trainer(dataclasses.replace(config, train=dataclasses.replace(c, steps=1 << 20)), corpus, out, Screen())
     share = budget * TIMING / len(config.stages)
     step = sum(s.share * _time_steps(trial, i, share) for i, s in enumerate(config.stages))
-    validation = _seconds(lambda: heldout_bits(trial, c.validate_tokens), trial)
+    validation = _seconds(lambda: heldout(trial, c.validate_tokens), trial)
     sampling = _seconds(lambda: sample(trial), trial)
     probing = _seconds(lambda: look(trial), trial)
     saving = _seconds(lambda: _try_saving(trial), trial)

@@ -24,7 +24,7 @@ def finish(trainer: Trainer) -> None:
         line = final_line(trainer)
         record(trainer, line)
         metrics.sync()
-        trainer.screen.say(_verdict(line))
+        trainer.screen.say(_verdict(line, trainer.config.data.kind))
     if c.export:
         from atoll.hub.export import save
 
@@ -48,10 +48,9 @@ def _report(trainer: Trainer) -> None:
 def final_line(trainer: Trainer) -> dict[str, Any]:
     """Bits per byte of the whole held-out split, and of gzip and xz on the same files one by one."""
     corpus = trainer.corpus
-    bits = heldout_bits(trainer, None)
     return {
         "kind": "final",
-        "bits_per_byte": bits,
+        **heldout(trainer, None),
         **compressed(corpus),
         "files": len(corpus.heldout_files),
         "bytes": sum(len(content) for _, content in corpus.heldout_files),
@@ -72,14 +71,19 @@ def compressed(corpus: Any) -> dict[str, float]:
 _KNOWN: dict[int, dict[str, float]] = {}
 
 
-def _verdict(line: dict[str, Any]) -> str:
+def _verdict(line: dict[str, Any], kind: str) -> str:
+    if kind == "chat":
+        return (
+            f"{line['bits_per_byte']:.4f} bits per byte, {line['nats_per_token']:.4f} nats a token of what the assistants say in "
+            f"{line['files']:,} held-out conversations ({line['bytes']:,} bytes); gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"
+        )
     tests = {True: ", the library's tests among them", False: ", without the library's tests"}.get(line["has_tests"], "")
     size = f"{line['files']:,} held-out files ({line['bytes'] / 1e6:.2f} MB{tests})"
     return f"{line['bits_per_byte']:.4f} bits per byte on {size}; gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"
 
 
-def heldout_bits(trainer: Trainer, tokens: int | None) -> float:
-    """Bits per byte on a fixed choice of about `tokens` tokens of the held-out split (None: on all of it, with progress)."""
+def heldout(trainer: Trainer, tokens: int | None) -> dict[str, float]:
+    """{"bits_per_byte", "nats_per_token"} of a fixed choice of about `tokens` held-out tokens (None: of all, with progress)."""
     from atoll.evals.bpb import bits_per_byte
 
     begun = time.monotonic()
@@ -89,5 +93,6 @@ def heldout_bits(trainer: Trainer, tokens: int | None) -> float:
         trainer.screen.live(f"held-out split: {share:.0%} · ETA {duration(left)}")
 
     length = trainer.stages[-1].length
-    heldout = trainer.corpus.heldout
-    return bits_per_byte(trainer.model, heldout, length, limit_tokens=tokens, progress=None if tokens else progress)["bits_per_byte"]
+    token_set = trainer.corpus.heldout
+    measured = bits_per_byte(trainer.model, token_set, length, limit_tokens=tokens, progress=None if tokens else progress)
+    return {key: measured[key] for key in ("bits_per_byte", "nats_per_token")}

@@ -23,6 +23,7 @@ FREE = {
     "data": {"cache", "tokenizer"},
     "train": {
         "minutes",
+        "epochs",
         "micro_batch",
         "device",
         "threads",

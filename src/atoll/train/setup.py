@@ -65,13 +65,19 @@ def settled(config: TrainConfig) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
-def build(config: Config) -> tuple[Any, ModelOptimizer]:
-    """Model and optimizer at step 0: a function of the settings alone."""
+def build(config: Config, resumed: bool = False) -> tuple[Any, ModelOptimizer]:
+    """Model and optimizer at step 0: a function of the settings, and of the weights that `train.init` names.
+
+    `resumed`: a checkpoint will fill them, so those weights are not read and need not be there any more.
+    """
     from atoll.model import Model
+    from atoll.train.initial import fill
 
     device = device_of(config.train)
     torch.manual_seed(config.train.seed)
     model = Model(config.model, config.balance, dtype=dtype_of(config.train, device), device=device)
     model.gradient_checkpointing = config.train.gradient_checkpointing
+    if config.train.init is not None and not resumed:
+        fill(model, config.train.init)
     ns_dtype = torch.bfloat16 if device.type == "cuda" else None
     return model, ModelOptimizer(model, config.optim, config.model, ns_dtype)

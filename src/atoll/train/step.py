@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.data.loader import Batch, Sampler, make_batch
+from atoll.data.loader import Batch, Rows, make_batch
 from atoll.optim import ModelOptimizer
 from atoll.train.guard import Guard
 
@@ -29,7 +29,7 @@ class StepResult:
         return loss, norm, bool(skip), int(in_a_row)
 
 
-def micro_batches(sampler: Sampler, first: int, count: int, size: int | None) -> list[Batch]:
+def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> list[Batch]:
     """The `count` sequences from global index `first` on, `size` a batch (None: all in one)."""
     size = min(size or count, count)
     return [make_batch(sampler, first + i, min(size, count - i)) for i in range(0, count, size)]

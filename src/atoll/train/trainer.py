@@ -11,9 +11,9 @@ import torch
 
 from atoll.config import Config, UserError
 from atoll.data import Corpus, open_corpus
-from atoll.data.loader import Sampler
+from atoll.data.packing import ConversationSampler, open_sampler
 from atoll.optim.schedule import factor
-from atoll.train import budget, checkpoint, folder, setup
+from atoll.train import budget, checkpoint, folder, initial, setup
 from atoll.train.callbacks import Callback, standard
 from atoll.train.finish import finish
 from atoll.train.guard import Guard
@@ -42,6 +42,8 @@ def run(config: Config | None, out: str | Path, resume: bool = False, started: f
             config = folder.frozen(out, config)
         if config is None:
             raise UserError("config: none given; name a preset or a TOML file")
+        if not resume:
+            config = initial.adopt(config)
         with setup.settled(config.train):
             corpus = open_corpus(config.data, config.model, screen.say)
             for note in corpus.notes:
@@ -71,11 +73,11 @@ class Trainer:
         assert config.train.steps is not None
         self.config, self.corpus, self.out, self.screen = config, corpus, out, screen
         self.device = setup.device_of(config.train)
-        self.model, self.optimizer = setup.build(config)
+        self.model, self.optimizer = setup.build(config, resumed=bool(checkpoint.steps(out / "checkpoints")))
         self.guard = Guard(config.train.skip_spike, self.device)
         self.steps, self.step = config.train.steps, 0
         self.stages = plan(config.stages, self.steps)
-        self.samplers = [Sampler(corpus.train, s.length, config.data.seed + s.index) for s in self.stages]
+        self.samplers = [open_sampler(corpus.train, s.length, config.data.seed + s.index) for s in self.stages]
         self.callbacks: list[Callback] = []
         self.stopping = False  # asked to stop: the step just done is the last
         self._reported, self._read = 0, 0.0  # last step handed to the callbacks, and when
@@ -152,6 +154,7 @@ class Trainer:
             "loss": loss,
             "bits_per_byte": loss * result.targets / math.log(2) / max(1, result.num_bytes),
             "tokens": stage.tokens,
+            "trained_share": result.targets / stage.tokens,
             "tokens_per_second": stage.tokens / max(seconds, 1e-9),
             "lr": o.lr * self.learning_rate(number - 1, o.warmup, o.min_lr),
             "grad_norm": norm,
@@ -220,3 +223,6 @@ class Trainer:
         """Say what is about to be trained."""
         stages = ", ".join(f"{s.name}: {s.stop - s.start:,} steps of {s.batch} x {s.length:,} tokens" for s in self.stages)
         self.screen.say(f"{self.model.num_parameters():,} parameters on {self.device}; {stages}")
+        for sampler in self.samplers:
+            if isinstance(sampler, ConversationSampler):
+                self.screen.say(sampler.note)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atoll.data.chat import render, tokenize
 from atoll.train.callbacks.base import Callback, record
 
 if TYPE_CHECKING:
@@ -32,8 +33,18 @@ def sample(trainer: Trainer) -> str:
     from atoll.infer.generate import generate
 
     c, tokenizer, m = trainer.config.train, trainer.corpus.tokenizer, trainer.config.model
-    prompt = [m.bos_token_id, *tokenizer.encode(c.sample_prompt)]
+    prompt = _prompt(trainer)
+    stops = (m.eos_token_id, *(tokenizer.special[n] for n in ("<|end_of_msg|>",) if n in tokenizer.special))
     ids = torch.tensor([prompt], device=trainer.device)
     seed = c.seed + trainer.step
-    out = generate(trainer.model, ids, TOKENS, temperature=0.7, top_p=0.95, seed=seed, stop_ids=(m.eos_token_id,))
+    out = generate(trainer.model, ids, TOKENS, temperature=0.7, top_p=0.95, seed=seed, stop_ids=stops)
     return tokenizer.decode([i for i in out[0].tolist() if i not in (m.bos_token_id, m.eos_token_id, m.pad_token_id)])
+
+
+def _prompt(trainer: Trainer) -> list[int]:
+    """`train.sample_prompt` as the beginning of a document, or as a user's message and the assistant's first tag."""
+    c, tokenizer = trainer.config, trainer.corpus.tokenizer
+    if c.data.kind == "text":
+        return [c.model.bos_token_id, *tokenizer.encode(c.train.sample_prompt)]
+    question = [{"role": "user", "content": c.train.sample_prompt}]
+    return tokenize(render(question, thinking=c.data.thinking, add_generation_prompt=True), tokenizer)[0]

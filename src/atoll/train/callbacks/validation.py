@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.train.callbacks.base import Callback, record
-from atoll.train.finish import heldout_bits
+from atoll.train.finish import heldout
 
 if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
@@ -18,6 +18,7 @@ class Validation(Callback):
         self.every = every
 
     def act(self, trainer: Trainer) -> None:
-        bits = heldout_bits(trainer, trainer.config.train.validate_tokens)
-        record(trainer, {"kind": "validation", "step": trainer.step, "bits_per_byte": bits})
-        trainer.screen.say(f"step {trainer.step:,}: {bits:.4f} bits per byte on held-out text")
+        measured = heldout(trainer, trainer.config.train.validate_tokens)
+        record(trainer, {"kind": "validation", "step": trainer.step, **measured})
+        what = "text" if trainer.config.data.kind == "text" else f"replies, {measured['nats_per_token']:.4f} nats a token"
+        trainer.screen.say(f"step {trainer.step:,}: {measured['bits_per_byte']:.4f} bits per byte on held-out {what}")
