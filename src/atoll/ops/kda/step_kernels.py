@@ -19,28 +19,35 @@ _EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _earlier(window, position, C, index: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, RING: tl.constexpr):
-    """Inputs of token `index` < 0, counted from this call's first; zero before the sequence's start. `window` points at row 0."""
-    if RING:
-        place = position + index
-        return tl.load(window + ((place + ROWS) % ROWS).to(tl.int64) * C, mask=place >= 0, other=0.0)
-    else:
-        return tl.load(window + (W - 1 + index) * C)
+def _ring_row(place, C, ROWS: tl.constexpr):
+    """Offset of token `place`'s row; place may be negative by less than ROWS."""
+    return ((place + ROWS) % ROWS).to(tl.int64) * C
 
 
 @triton.jit
-def _convolved(
-    x, stride, weight, window, position, C, DTYPE: tl.constexpr, t: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, RING: tl.constexpr
+def _fetch(
+    x, stride, weight, window, position, C, t, W: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Convolution and SiLU of token t, rounded to the inputs' dtype. x points at token 0, weight at tap 0 of each channel."""
-    total = tl.zeros(x.shape, tl.float32)
-    for j in tl.static_range(W):
-        index: tl.constexpr = t - (W - 1) + j
-        if index >= 0:
-            value = tl.load(x + index * stride)
-        else:
-            value = _earlier(window, position, C, index, W, ROWS, RING).to(DTYPE)
-        total += value.to(tl.float32) * tl.load(weight + j).to(tl.float32)
+    """The inputs under token t's taps and the weights, each [channels, TAPS]. For each channel, x points at token 0, weight at tap 0,
+    window at row 0. With taps as columns a channel's weights are one load, and the sum over taps leaves a layout of its own, so that
+    the loads are not repeated by every thread that later needs the channel."""
+    tap = tl.arange(0, TAPS)[None, :]
+    index = t - (W - 1) + tap  # token of each tap, counted from the call's first
+    now = tl.load(x[:, None] + index * stride, mask=(index >= 0) & (tap < W), other=0.0)
+    if RING:  # zero before the sequence's start
+        place = position + index
+        before = tl.load(window[:, None] + _ring_row(place, C, ROWS), mask=(index < 0) & (place >= 0), other=0.0)
+    else:
+        before = tl.load(window[:, None] + (W - 1 + index) * C, mask=index < 0, other=0.0)
+    taps = tl.load(weight[:, None] + tap, mask=tap < W, other=0.0)
+    return now, before, taps, index
+
+
+@triton.jit
+def _convolve(now, before, taps, index, DTYPE: tl.constexpr):
+    """Convolution and SiLU of what was fetched, rounded to the inputs' dtype."""
+    value = tl.where(index < 0, before.to(DTYPE), now).to(tl.float32)
+    total = tl.sum(value * taps.to(tl.float32), 1)
     return (total * tl.sigmoid(total)).to(DTYPE).to(tl.float32)
 
 
@@ -51,24 +58,21 @@ def _remember(
     """Put the call's inputs where later calls look for them: in the ring, or the last W-1 of all into the next window."""
     if RING:
         for t in tl.static_range(T):
-            row = ((position + t) % ROWS).to(tl.int64) * C
-            tl.store(window_out + row, tl.load(x + t * stride).to(window_out.dtype.scalar.element_ty))
+            tl.store(window_out + _ring_row(position + t, C, ROWS), tl.load(x + t * stride).to(window_out.dtype.scalar.element_ty))
     else:
         for j in tl.static_range(W - 1):
-            index: tl.constexpr = T - (W - 1) + j
-            if index >= 0:
-                value = tl.load(x + index * stride).to(window_out.dtype.scalar.element_ty)
+            if T + j >= W - 1:
+                value = tl.load(x + (T + j - (W - 1)) * stride).to(window_out.dtype.scalar.element_ty)
             else:
-                value = _earlier(window, position, C, index, W, ROWS, RING)
+                value = tl.load(window + (T + j) * C)
             tl.store(window_out + j * C, value)
 
 
 @triton.jit
-def _decay(g, A_log, dt_bias, h, lower_bound, at, K: tl.constexpr, BOUNDED: tl.constexpr):
-    """exp of the log-decay of K channels, from the logits at `g + at`."""
-    channel = h * K + tl.arange(0, K)
-    rate = tl.exp(tl.load(A_log + h).to(tl.float32))
-    x = tl.load(g + at + tl.arange(0, K)).to(tl.float32) + tl.load(dt_bias + channel).to(tl.float32)
+def _decay(logits, rate, bias, lower_bound, BOUNDED: tl.constexpr):
+    """exp of the log-decay."""
+    x = logits.to(tl.float32) + bias.to(tl.float32)
+    rate = tl.exp(rate.to(tl.float32))
     if BOUNDED:
         return tl.exp(lower_bound * tl.sigmoid(rate * x))
     else:
@@ -79,9 +83,9 @@ def _decay(g, A_log, dt_bias, h, lower_bound, at, K: tl.constexpr, BOUNDED: tl.c
 def step_kernel(
     q, k, v, wq, wk, wv, g, beta, A_log, dt_bias, state, window, window_out, slots, position, accepted, gate, norm, out,
     stride_q, stride_k, stride_v, state_slot, state_draft, state_head, state_key, state_value, H, scale, lower_bound, eps,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, T: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
-    RING: tl.constexpr, DRAFTS: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_ACCEPTED: tl.constexpr, BOUNDED: tl.constexpr,
-    FUSED: tl.constexpr, EVICT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, T: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
+    MAJOR: tl.constexpr, RING: tl.constexpr, DRAFTS: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_ACCEPTED: tl.constexpr,
+    BOUNDED: tl.constexpr, FUSED: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """T tokens of one (sequence, head, BV value columns). With FUSED, BV is V and the gated norm of the output is inside."""
     block, h = tl.program_id(0), tl.program_id(1)
@@ -99,7 +103,10 @@ def step_kernel(
             tl.store(at_out + t * H * V, tl.zeros([BV], tl.float32).to(out.dtype.element_ty))
         return
     at_state = state + slot * state_slot + h.to(tl.int64) * state_head
-    at_state = at_state + col.to(tl.int64)[:, None] * state_value + key_channel.to(tl.int64)[None, :] * state_key
+    if MAJOR:  # V-major: constant strides need no registers
+        at_state = at_state + col[:, None] * K + key_channel[None, :]
+    else:
+        at_state = at_state + col.to(tl.int64)[:, None] * state_value + key_channel.to(tl.int64)[None, :] * state_key
     start = at_state
     if HAS_ACCEPTED:
         start = at_state + (tl.load(accepted + n).to(tl.int64) - 1) * state_draft
@@ -121,13 +128,25 @@ def step_kernel(
         next_rows = window_out + n * (W - 1) * C
     at_k, at_v = H * K + at_q, 2 * H * K + at_v
     held = raw.to(tl.float32)
-    for t in tl.static_range(T):
-        query = _convolved(q, stride_q, wq, rows + at_q, place, C, DTYPE, t, W, ROWS, RING)
-        key = _convolved(k, stride_k, wk, rows + at_k, place, C, DTYPE, t, W, ROWS, RING)
-        value = _convolved(v, stride_v, wv, rows + at_v, place, C, DTYPE, t, W, ROWS, RING)
+    for t in range(T):
+        # every load before the first use, so that they wait for memory together
+        in_q, old_q, tap_q, index = _fetch(q, stride_q, wq, rows + at_q, place, C, t, W, TAPS, ROWS, RING)
+        in_k, old_k, tap_k, index = _fetch(k, stride_k, wk, rows + at_k, place, C, t, W, TAPS, ROWS, RING)
+        in_v, old_v, tap_v, index = _fetch(v, stride_v, wv, rows + at_v, place, C, t, W, TAPS, ROWS, RING)
         token = n * T + t
-        decay = _decay(g, A_log, dt_bias, h, lower_bound, (token * H + h) * K, K, BOUNDED)
-        strength = tl.sigmoid(tl.load(beta + token * H + h).to(tl.float32))
+        logits = tl.load(g + (token * H + h) * K + key_channel)
+        bias = tl.load(dt_bias + h * K + key_channel)
+        rate = tl.load(A_log + h)
+        logit = tl.load(beta + token * H + h)
+        if FUSED:
+            opening = tl.load(gate + (token * H + h) * V + col)
+            weight = tl.load(norm + col)
+        query = _convolve(in_q, old_q, tap_q, index, DTYPE)
+        key = _convolve(in_k, old_k, tap_k, index, DTYPE)
+        # moves nothing, but a gather is where the compiler stops looking: else it moves the whole state into the layout of `value`
+        value = tl.gather(_convolve(in_v, old_v, tap_v, index, DTYPE), tl.arange(0, BV), 0)
+        decay = _decay(logits, rate, bias, lower_bound, BOUNDED)
+        strength = tl.sigmoid(logit.to(tl.float32))
         query = query * (tl.rsqrt(tl.sum(query * query, 0) + _EPS) * scale)
         key = key * tl.rsqrt(tl.sum(key * key, 0) + _EPS)
         held = held * decay[None, :]
@@ -138,14 +157,13 @@ def step_kernel(
         kept = held.to(STATE)
         if DRAFTS:
             tl.store(at_state + t * state_draft, kept, eviction_policy=EVICT)
-        elif t == T - 1:
-            tl.store(at_state, kept, eviction_policy=EVICT)
         held = kept.to(tl.float32)  # the next token starts from what is kept: T tokens in one call equal T calls
         if FUSED:
             o = o.to(DTYPE).to(tl.float32)
-            opening = tl.sigmoid(tl.load(gate + (token * H + h) * V + col).to(tl.float32))
-            o = o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * tl.load(norm + col).to(tl.float32) * opening
+            o = o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * weight.to(tl.float32) * tl.sigmoid(opening.to(tl.float32))
         tl.store(at_out + t * H * V, o.to(out.dtype.element_ty))
+    if not DRAFTS:
+        tl.store(at_state, held.to(STATE), eviction_policy=EVICT)
     if block == 0:
         _remember(q, stride_q, rows + at_q, next_rows + at_q, place, C, T, W, ROWS, RING)
         _remember(k, stride_k, rows + at_k, next_rows + at_k, place, C, T, W, ROWS, RING)

@@ -16,15 +16,16 @@ from atoll.ops.report import count
 
 WIDTHS = (16, 32, 64, 128, 256)
 MOST_TOKENS = 8
-FUSED_STATE = 1 << 15  # largest K*V that one program holds whole in registers, as the norm over V needs
+FUSED_STATE = 1 << 14  # largest K*V that one program holds whole in registers, as the norm over V needs
 _FLOATS = (torch.bfloat16, torch.float32)
 
 
 class StepConfig(NamedTuple):
-    """Value columns a program, its warps, and the cache policy for the state."""
+    """Value columns a program, its warps, the most registers a thread (0: the compiler's choice), the cache policy for the state."""
 
     columns: int
     warps: int
+    registers: int = 0
     evict: str = "evict_first"  # a state comes back only after all other layers', and the pool is larger than the cache
 
 
@@ -38,7 +39,9 @@ def step_config(sequences: int, heads: int, width: int, value: int, fused: bool)
         fitting = [c for c in (64, 32, 16) if c <= value]
         columns = next((c for c in fitting if sequences * heads * (value // c) >= 264), 16)
     # 32 to 64 state elements a thread, never fewer than a thread loads at once, or two warps would own one element
-    return StepConfig(columns, min(8 if width * columns <= 16384 else 16, max(1, width * columns // 1024)))
+    warps = min(8, max(1, width * columns // 1024))
+    crowded = sequences * heads * (value // columns) > 132 and width * columns > warps * 1024
+    return StepConfig(columns, warps, 128 if crowded else 0)  # 64 elements a thread: two programs a multiprocessor with 128 registers
 
 
 def step_refusal(x: tuple[Tensor, ...], inputs: tuple[Tensor, ...], state: Tensor, conv: ConvState, norm: OutputNorm | None) -> str:
@@ -133,6 +136,7 @@ def _run(
     eps: float,
     columns: int,
     warps: int,
+    registers: int,
     evict: str,
 ) -> None:
     from atoll.ops.kda import step_kernels
@@ -143,13 +147,14 @@ def _run(
     if sequences * heads == 0:
         return
     drafts = state.dim() == 5
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": 1}
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": 1, "maxnreg": registers or None}
     with torch.cuda.device_of(state):
         step_kernels.step_kernel[(value // columns, heads, sequences)](
             *x, *weights, g, beta, A_log, dt_bias, state, window, fresh, slots, position, accepted, gate, norm, out,
             *(t.stride(0) for t in x), state.stride(0), state.stride(1) if drafts else 0, *state.stride()[-3:],
             heads, width**-0.5, lower_bound or 0.0, eps,
-            K=width, V=value, BV=columns, T=tokens, W=taps, ROWS=window.shape[1], RING=position is not None, DRAFTS=drafts,
+            K=width, V=value, BV=columns, T=tokens, W=taps, TAPS=1 << (taps - 1).bit_length(), ROWS=window.shape[1],
+            MAJOR=state.stride()[-2:] == (1, width), RING=position is not None, DRAFTS=drafts,
             HAS_SLOTS=slots is not None, HAS_ACCEPTED=accepted is not None, BOUNDED=lower_bound is not None, FUSED=gate is not None,
             EVICT=evict, **options,
         )  # fmt: skip
