@@ -1,6 +1,5 @@
 """The norms' kernels against their twins: in Triton's interpreter on any machine, on the card itself where there is one."""
 
-import itertools
 import os
 
 import pytest
@@ -98,8 +97,8 @@ def test_no_row_at_all():
 
 
 def test_settings_hold_every_row_with_little_waste():
-    for width, backward in itertools.product(range(1, 8193), (False, True)):
-        c = norm_config(width, backward)
+    for width in range(1, 8193):
+        c = norm_config(width)
         assert width <= c.block * c.pieces < max(width + c.block, 17)
         assert c.pieces <= 8
         assert all(n & (n - 1) == 0 for n in (c.rows, c.block, c.warps))

@@ -10,7 +10,6 @@ from torch import Tensor
 from atoll.ops.report import count
 
 LARGEST = 8192
-_PROGRAMS = 528  # of the backward pass: four a multiprocessor of 132; fixed, so that the weight's gradient has one order of sums
 
 
 class NormConfig(NamedTuple):
@@ -22,17 +21,24 @@ class NormConfig(NamedTuple):
     warps: int
 
 
-def norm_config(width: int, backward: bool = False) -> NormConfig:
+def norm_config(width: int) -> NormConfig:
     """Pieces that waste the fewest lanes, the widest such, at most 8; narrow rows share a program."""
     least = 1 << max(0, (-(-width // 8) - 1).bit_length())  # 8 pieces must hold the row
     most = min(1024, 1 << max(0, (width - 1).bit_length()))
     blocks = [1 << e for e in range(4, 11) if min(max(least, 64), most) <= 1 << e <= max(most, 16)]
     block = min(blocks, key=lambda b: (-(-width // b) * b, -b))
     pieces = -(-width // block)
-    rows = max(1, (1024 if backward else 2048) // (block * pieces))
+    rows = max(1, 2048 // (block * pieces))
     rows = 1 << (rows.bit_length() - 1)
     size = rows * block * pieces
     return NormConfig(rows, block, pieces, 8 if size > 4096 else 4)
+
+
+def _back_programs(groups: int, config: NormConfig) -> int:
+    """As many as 132 multiprocessors hold at once, whatever the card: the weight's gradient keeps one order of sums."""
+    if config.block * config.pieces <= 512:
+        return min(groups, 1056)
+    return min(groups, 2112 // config.warps)
 
 
 def norm_refusal(*tensors: Tensor) -> str:
@@ -83,9 +89,9 @@ def _backward(
     dx = torch.empty_like(x)
     gate = None if gate is None else gate.contiguous()
     dgate = dy.new_empty(0) if gate is None else torch.empty_like(gate)
-    c = config or norm_config(width, backward=True)
+    c = config or norm_config(width)
     groups = -(-rows // c.rows)
-    programs = min(groups, _PROGRAMS)
+    programs = _back_programs(groups, c)
     partial = x.new_empty(0 if weight is None else programs, width, dtype=torch.float32)
     if rows:
         with torch.cuda.device_of(x):
