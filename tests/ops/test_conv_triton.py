@@ -15,11 +15,12 @@ DEVICE = "cuda" if CARD else "cpu"
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from atoll.ops import kernel_report  # noqa: E402
 from atoll.ops import conv_launch as launch  # noqa: E402
+from atoll.ops import kernel_report  # noqa: E402
 from atoll.ops.conv import short_conv  # noqa: E402
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kda" / "short_conv.safetensors"
+LIMIT = 1e-5 if CARD else 2e-6  # a card's exp and division are approximate
 PACKED = [0, 0, 1, 3, 40, 41, 41, 80]
 
 
@@ -50,7 +51,7 @@ def assert_twin(tensors, edges=None, **options):
     got, expected = run(tensors, edges, "triton", torch.float32, **options), run(tensors, edges, "torch", torch.float64, **options)
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape
-        assert relative(a, b) < 2e-6
+        assert relative(a, b) < LIMIT
 
 
 @pytest.mark.parametrize("with_state", [False, True])
@@ -84,7 +85,7 @@ def test_golden(kind):
     if held is not None:
         got["dinitial_state"] = held.grad
     for key, value in got.items():
-        assert relative(value.detach().cpu(), data[f"{kind}.{key}"]) < 2e-6
+        assert relative(value.detach().cpu(), data[f"{kind}.{key}"]) < LIMIT
 
 
 def test_packed_is_separate_to_the_bit_and_state_carries():
@@ -122,7 +123,9 @@ def test_later_rows_change_no_earlier_output():
     assert torch.equal(short_conv(x, weight, backend="triton")[0][:, :30], y[:, :30])
 
 
-@pytest.mark.parametrize("config", [launch.ConvConfig(rows=32, channels=64), launch.ConvConfig(back_channels=16, back_rows=7, back_group=2)])
+@pytest.mark.parametrize(
+    "config", [launch.ConvConfig(rows=32, channels=64), launch.ConvConfig(back_channels=16, back_rows=7, back_group=2)]
+)
 def test_other_settings_give_the_same(config, monkeypatch):
     monkeypatch.setattr(launch, "ConvConfig", lambda: config)
     assert_twin(material((1, 80, 40), documents=len(PACKED) - 1), PACKED)

@@ -1,4 +1,4 @@
-"""The decoding, convolution and norm kernels compiled for Hopper, which needs Triton but no card: the interpreter takes what a compiler may not.
+"""The decoding, convolution and norm kernels compiled for Hopper, which needs no card: the interpreter takes what a compiler may not.
 
 Compiled in a process of its own, because Triton reads TRITON_INTERPRET when it is imported.
 """
@@ -22,10 +22,12 @@ def step_case(width, value, columns, tokens=1, ring=True, drafts=False, fused=Fa
     optional = [NONE if ring else BF16, I64, I64 if ring else NONE, I64 if drafts else NONE, *([BF16, F32] if fused else [NONE, NONE])]
     size = heads * width * value
     strides = [8 * size, size, width * value, *((1, width) if major else (value, 1))]
-    values = [BF16] * 3 + [F32] * 3 + [BF16, BF16, F32, F32, state, BF16, *optional, BF16, *[channels] * 3, *strides, heads, 0.1, -5.0, 1e-5]
+    values = (
+        [BF16] * 3 + [F32] * 3 + [BF16, BF16, F32, F32, state, BF16, *optional, BF16, *[channels] * 3, *strides, heads, 0.1, -5.0, 1e-5]
+    )
     flags = {
-        "K": width, "V": value, "BV": columns, "T": tokens, "W": taps, "TAPS": 4, "ROWS": rows, "MAJOR": major, "RING": ring, "DRAFTS": drafts,
-        "HAS_SLOTS": True, "HAS_ACCEPTED": drafts, "BOUNDED": bounded, "FUSED": fused, "EVICT": "evict_first",
+        "K": width, "V": value, "BV": columns, "T": tokens, "W": taps, "TAPS": 4, "ROWS": rows, "MAJOR": major, "RING": ring,
+        "DRAFTS": drafts, "HAS_SLOTS": True, "HAS_ACCEPTED": drafts, "BOUNDED": bounded, "FUSED": fused, "EVICT": "evict_first",
     }  # fmt: skip
     return "step_kernels", "step_kernel", values, flags, warps
 
@@ -73,7 +75,7 @@ def cases():
         "convolution back, packed, state": conv_back_case(True, True, taps=3),
         "final state": ("conv_kernels", "final_kernel", [BF16, BF16, I64, BF16, 8192, 36864, 8192], {**small, "HAS_STATE": True}, 4),
         "initial state back": (
-            "conv_kernels", "initial_back_kernel", [BF16, F32, BF16, I64, BF16, BF16, BF16, 8192, 36864, 8192], {**small, "HAS_DFINAL": True}, 4,
+            "conv_kernels", "initial_back_kernel", [BF16, F32, BF16, I64, *[BF16] * 3, 8192, 36864, 8192], {**small, "HAS_DFINAL": True}, 4,
         ),
         **dict(zip(("norm 7168", "norm 7168 back"), norm_cases(7168, False), strict=True)),
         **dict(zip(("gated norm 128", "gated norm 128 back"), norm_cases(128, True), strict=True)),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from atoll.ops.conv_launch import conv, conv_refusal
-from atoll.ops.report import use_triton
+from atoll.ops.dispatch import use_triton
 
 _CPU_BLOCK = 1 << 17  # elements a sweep touches at once on a CPU: what stays in a core's cache between the taps
 

@@ -5,7 +5,9 @@ cost no launch and no wait. Rows before a document come from its state, or are z
 nothing of another document, a NaN for one, comes in. Sums are float32; no kernel adds atomically.
 """
 
-# ruff: noqa: E501  (calls of Triton functions are long lists of the same names)
+# What Triton compiles is not quite Python: to pyright static_range is no iterator, a constexpr no string.
+# pyright: reportGeneralTypeIssues=false
+# ruff: noqa: RUF005  (Triton joins tuples by +, and has no unpacking)
 
 import triton
 import triton.language as tl
@@ -72,9 +74,9 @@ def final_kernel(
     HAS_STATE: tl.constexpr,
 ):  # fmt: skip
     """The last W-1 inputs of one document, those of its state included."""
-    n = tl.program_id(1)
+    n = tl.program_id(0)
     row = tl.arange(0, ROWS)[:, None]
-    c = (tl.program_id(0) * BC + tl.arange(0, BC))[None, :]
+    c = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     start = _edge(edges, n, LENGTH, PACKED)
     length = _edge(edges, n + 1, LENGTH, PACKED) - start
     place = length - (W - 1) + row
@@ -177,9 +179,9 @@ def initial_back_kernel(
     PACKED: tl.constexpr, HAS_DFINAL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one document's state: its first W-1 rows reach into it, and a short document's final state holds some of it."""
-    n = tl.program_id(1)
+    n = tl.program_id(0)
     row = tl.arange(0, ROWS)[:, None]
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < C
     start = _edge(edges, n, LENGTH, PACKED)
     length = _edge(edges, n + 1, LENGTH, PACKED) - start

@@ -1,4 +1,4 @@
-"""Launches the short convolution's kernels and registers them with torch: fake shapes, gradients. Triton is imported at the first launch."""
+"""Launches the short convolution's kernels and registers them with torch: fake shapes, gradients. Triton is imported at first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.ops.report import count
+from atoll.ops.dispatch import count, launch
 
 _FLOATS = (torch.bfloat16, torch.float32)
 
@@ -39,7 +39,10 @@ def conv_refusal(x: Tensor, weight: Tensor, state: Tensor | None) -> str:
 
 
 def conv(x: Tensor, weight: Tensor, state: Tensor | None, edges: Tensor | None, length: int, final: bool) -> tuple[Tensor, Tensor]:
-    """x [T, C], weight [C, W], state [N, W-1, C]; documents at `edges` int [N+1], or rows of `length` tokens. y, and the final state if wanted."""
+    """x [T, C], weight [C, W], state [N, W-1, C]; documents at `edges` int [N+1], or rows of `length` tokens.
+
+    Returns y and, if wanted, the final state, else an empty tensor.
+    """
     given = [t for t in (x, weight, state) if t is not None]
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
         return _op(x, weight, state, edges, length, final)
@@ -53,7 +56,7 @@ def _documents(x: Tensor, edges: Tensor | None, length: int) -> int:
 def _table(x: Tensor, edges: Tensor | None, length: int) -> tuple[int, int, int, int, int]:
     """T, C, LENGTH, DOCUMENTS, and the steps of a search among them."""
     documents = _documents(x, edges, length)
-    return *x.shape, max(length, 1), documents, documents.bit_length()
+    return x.shape[0], x.shape[1], max(length, 1), documents, documents.bit_length()
 
 
 def _columns(channels: int, most: int) -> int:
@@ -75,13 +78,12 @@ def _forward(
     y = torch.empty_like(x)
     last = x.new_empty(table[3] if final else 0, taps - 1, channels)
     flags: dict[str, Any] = {"W": taps, "PACKED": edges is not None, "HAS_STATE": state is not None}
-    with torch.cuda.device_of(x):
-        if y.numel():
-            grid = (-(-tokens // c.rows) * -(-channels // block),)
-            conv_kernels.conv_kernel[grid](x, weight, state, edges, y, *table, BT=c.rows, BC=block, num_warps=c.warps, num_stages=1, **flags)
-        if last.numel():
-            rows, grid = 1 << (taps - 2).bit_length(), (-(-channels // block), last.shape[0])
-            conv_kernels.final_kernel[grid](x, state, edges, last, *table[:3], ROWS=rows, BC=block, num_warps=4, **flags)
+    rows, columns = 1 << (taps - 2).bit_length(), -(-channels // block)
+    launch(
+        conv_kernels.conv_kernel, (-(-tokens // c.rows) * columns,), x,
+        x, weight, state, edges, y, *table, BT=c.rows, BC=block, num_warps=c.warps, **flags,
+    )  # fmt: skip
+    launch(conv_kernels.final_kernel, (last.shape[0], columns), x, x, state, edges, last, *table[:3], ROWS=rows, BC=block, **flags)
     return y, last
 
 
@@ -109,23 +111,21 @@ def _backward(
     dx, partial = torch.empty_like(x), x.new_empty(segments, taps, channels, dtype=torch.float32)
     dstate = x.new_empty(0) if state is None else torch.empty_like(state)
     flags: dict[str, Any] = {"W": taps, "PACKED": edges is not None, "HAS_DFINAL": dfinal is not None}
-    with torch.cuda.device_of(x):
-        if dx.numel():
-            conv_kernels.conv_back_kernel[(segments * blocks,)](
-                x, weight, state, edges, dy, dfinal, dx, partial, *table, segment, BC=block, GROUP=c.back_group, HAS_STATE=state is not None,
-                num_warps=c.back_warps, num_stages=1, **flags,
-            )  # fmt: skip
-        if dstate.numel():
-            rows, grid = 1 << (taps - 2).bit_length(), (blocks, dstate.shape[0])
-            conv_kernels.initial_back_kernel[grid](
-                x, weight, state, edges, dy, dfinal, dstate, *table[:3], ROWS=rows, BC=block, num_warps=4, num_stages=1, **flags
-            )
+    launch(
+        conv_kernels.conv_back_kernel, (segments * blocks,), x,
+        x, weight, state, edges, dy, dfinal, dx, partial, *table, segment, BC=block, GROUP=c.back_group, HAS_STATE=state is not None,
+        num_warps=c.back_warps, **flags,
+    )  # fmt: skip
+    if state is not None:
+        rows = 1 << (taps - 2).bit_length()
+        launch(
+            conv_kernels.initial_back_kernel, (state.shape[0], blocks), x,
+            x, weight, state, edges, dy, dfinal, dstate, *table[:3], ROWS=rows, BC=block, **flags,
+        )  # fmt: skip
     return dx, partial.sum(0).t().to(weight.dtype).contiguous(), dstate
 
 
-def _conv_forward(
-    x: Tensor, weight: Tensor, state: Tensor | None, edges: Tensor | None, length: int, final: bool
-) -> tuple[Tensor, Tensor]:
+def _conv_forward(x: Tensor, weight: Tensor, state: Tensor | None, edges: Tensor | None, length: int, final: bool) -> tuple[Tensor, Tensor]:
     return _forward(x, weight, state, edges, length, final)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from atoll.ops.dispatch import use_triton
 from atoll.ops.norm_launch import norm, norm_refusal
-from atoll.ops.report import use_triton
 
 
 def _wide(x: Tensor) -> Tensor:

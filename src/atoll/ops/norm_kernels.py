@@ -5,7 +5,9 @@ The three norms are one kernel: without WEIGHT it is the L2 norm's factor alone,
 the normalised row to the input's dtype before the weight.
 """
 
-# ruff: noqa: E501  (calls of Triton functions are long lists of the same names)
+# What Triton compiles is not quite Python: to pyright static_range is no iterator, a constexpr no string.
+# pyright: reportGeneralTypeIssues=false
+# ruff: noqa: RUF005  (Triton joins tuples by +, and has no unpacking)
 
 import triton
 import triton.language as tl

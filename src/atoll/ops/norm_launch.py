@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.ops.report import count
+from atoll.ops.dispatch import count, launch
 
 LARGEST = 8192
 
@@ -68,14 +68,13 @@ def _forward(
     rows = x.numel() // width
     y, rstd = torch.empty_like(x), x.new_empty(rows if keep else 0, dtype=torch.float32)
     c = config or norm_config(width)
-    if rows:
-        with torch.cuda.device_of(x):
-            norm_kernels.norm_kernel[(-(-rows // c.rows),)](
-                x, weight, None if gate is None else gate.contiguous(), y, rstd if keep else None, rows, eps,
-                D=width, COUNT=width if mean else 1, ROWS=c.rows, BLOCK=c.block, PIECES=c.pieces,
-                WEIGHT=weight is not None, GATED=gate is not None, CAST=weight is not None and gate is None, KEEP=keep,
-                num_warps=c.warps, num_stages=1,
-            )  # fmt: skip
+    launch(
+        norm_kernels.norm_kernel, (-(-rows // c.rows),), x,
+        x, weight, None if gate is None else gate.contiguous(), y, rstd if keep else None, rows, eps,
+        D=width, COUNT=width if mean else 1, ROWS=c.rows, BLOCK=c.block, PIECES=c.pieces,
+        WEIGHT=weight is not None, GATED=gate is not None, CAST=weight is not None and gate is None, KEEP=keep,
+        num_warps=c.warps,
+    )  # fmt: skip
     return y, rstd
 
 
@@ -93,13 +92,12 @@ def _backward(
     groups = -(-rows // c.rows)
     programs = _back_programs(groups, c)
     partial = x.new_empty(0 if weight is None else programs, width, dtype=torch.float32)
-    if rows:
-        with torch.cuda.device_of(x):
-            norm_kernels.norm_back_kernel[(programs,)](
-                x, weight, gate, rstd, dy.contiguous(), dx, dgate, partial, rows, groups, programs,
-                D=width, COUNT=width if mean else 1, ROWS=c.rows, BLOCK=c.block, PIECES=c.pieces,
-                WEIGHT=weight is not None, GATED=gate is not None, num_warps=c.warps, num_stages=1,
-            )  # fmt: skip
+    launch(
+        norm_kernels.norm_back_kernel, (programs,), x,
+        x, weight, gate, rstd, dy.contiguous(), dx, dgate, partial, rows, groups, programs,
+        D=width, COUNT=width if mean else 1, ROWS=c.rows, BLOCK=c.block, PIECES=c.pieces,
+        WEIGHT=weight is not None, GATED=gate is not None, num_warps=c.warps,
+    )  # fmt: skip
     return dx, partial.sum(0).to(x.dtype if weight is None else weight.dtype), dgate
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atoll.ops.dispatch import count, use_triton
 from atoll.ops.kda.step_launch import launch_step, normed, step_refusal
 from atoll.ops.kda.step_reference import ConvState, OutputNorm, Tokens, put_back, step_reference
-from atoll.ops.report import count, use_triton
 
 __all__ = ["ConvState", "OutputNorm", "kda_step"]
 

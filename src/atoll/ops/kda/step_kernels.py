@@ -10,7 +10,8 @@ Programs of one head all convolve its q and k, and no program may overwrite a wi
 * a plain window: the next window goes to a buffer of its own; `commit_kernel`, a later launch, copies it to its slot.
 """
 
-# ruff: noqa: E501  (calls of Triton functions are long lists of the same names)
+# What Triton compiles is not quite Python: to pyright static_range is no iterator, a constexpr no string.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 import triton
 import triton.language as tl

@@ -5,14 +5,14 @@ Triton is imported at the first launch. The op mutates what it is given and retu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from atoll.ops.dispatch import count, launch
 from atoll.ops.kda.step_reference import ConvState, OutputNorm
 from atoll.ops.norm import gated_rms_norm
-from atoll.ops.report import count
 
 WIDTHS = (16, 32, 64, 128, 256)
 MOST_TOKENS = 8
@@ -106,7 +106,7 @@ def launch_step(
     arguments = (
         [_rows(t) for t in _apart(x, parts, -1)], [t.contiguous() for t in _apart(conv.taps(), parts, 0)],
         g.contiguous(), beta.contiguous(), A_log, dt_bias, state, conv.window, fresh, slots, conv.position, accepted, gate, weight, o,
-        tokens, taps, lower_bound, eps, *config,
+        tokens, taps, lower_bound, eps, config.columns, config.warps, config.registers, config.evict,
     )  # fmt: skip
     (torch.ops.atoll.kda_step if torch.compiler.is_compiling() else _run)(*arguments)
     if norm is not None and not fused:
@@ -144,23 +144,20 @@ def _run(
     count("kda_step triton")
     heads, width, value = state.shape[-3:]
     sequences = g.shape[0]
-    if sequences * heads == 0:
-        return
     drafts = state.dim() == 5
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": 1, "maxnreg": registers or None}
-    with torch.cuda.device_of(state):
-        step_kernels.step_kernel[(value // columns, heads, sequences)](
-            *x, *weights, g, beta, A_log, dt_bias, state, window, fresh, slots, position, accepted, gate, norm, out,
-            *(t.stride(0) for t in x), state.stride(0), state.stride(1) if drafts else 0, *state.stride()[-3:],
-            heads, width**-0.5, lower_bound or 0.0, eps,
-            K=width, V=value, BV=columns, T=tokens, W=taps, TAPS=1 << (taps - 1).bit_length(), ROWS=window.shape[1],
-            MAJOR=state.stride()[-2:] == (1, width), RING=position is not None, DRAFTS=drafts,
-            HAS_SLOTS=slots is not None, HAS_ACCEPTED=accepted is not None, BOUNDED=lower_bound is not None, FUSED=gate is not None,
-            EVICT=evict, **options,
-        )  # fmt: skip
-        if fresh is not None and slots is not None and fresh.numel():
-            size = fresh[0].numel()
-            step_kernels.commit_kernel[(-(-size // 1024), sequences)](fresh, window, slots, size, BLOCK=1024, num_warps=4)
+    launch(
+        step_kernels.step_kernel, (value // columns, heads, sequences), state,
+        *x, *weights, g, beta, A_log, dt_bias, state, window, fresh, slots, position, accepted, gate, norm, out,
+        *(t.stride(0) for t in x), state.stride(0), state.stride(1) if drafts else 0, *state.stride()[-3:],
+        heads, width**-0.5, lower_bound or 0.0, eps,
+        K=width, V=value, BV=columns, T=tokens, W=taps, TAPS=1 << (taps - 1).bit_length(), ROWS=window.shape[1],
+        MAJOR=state.stride()[-2:] == (1, width), RING=position is not None, DRAFTS=drafts, HAS_SLOTS=slots is not None,
+        HAS_ACCEPTED=accepted is not None, BOUNDED=lower_bound is not None, FUSED=gate is not None, EVICT=evict,
+        num_warps=warps, maxnreg=registers or None,
+    )  # fmt: skip
+    if fresh is not None and slots is not None:
+        size = window[:1].numel()
+        launch(step_kernels.commit_kernel, (-(-size // 1024), sequences), state, fresh, window, slots, size, BLOCK=1024, num_warps=4)
 
 
 _op = torch.library.custom_op("atoll::kda_step", _run, mutates_args=("state", "window", "fresh", "out"))

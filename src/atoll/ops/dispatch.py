@@ -1,4 +1,4 @@
-"""Which path calls took, and the choice between the plain torch twin and the Triton kernels.
+"""The choice between a plain torch twin and its Triton kernels, the count of which path calls took, and the launch itself.
 
 Triton is looked for, not imported: importing Atoll needs no more than torch.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
+from typing import Any
 
 import torch
+from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 calls: Counter[str] = Counter()
@@ -43,3 +45,10 @@ def use_triton(op: str, backend: str, on_card: bool, refusal: str) -> bool:
     if on_card and refusal and not torch.compiler.is_compiling():
         count(f"{op} torch", refusal)
     return on_card and not refusal
+
+
+def launch(kernel: Any, grid: tuple[int, ...], where: Tensor, *arguments: object, **options: object) -> None:
+    """Run `kernel` on the device of `where`; an empty grid is no launch. Loops are not pipelined unless `num_stages` says so."""
+    if all(grid):
+        with torch.cuda.device_of(where):
+            kernel[grid](*arguments, **{"num_stages": 1, **options})
