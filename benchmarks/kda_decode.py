@@ -278,7 +278,9 @@ def check_norm(kind: str, width: int, config: norm_launch.NormConfig) -> dict:
     y = {"rms": rms_norm, "gated": gated_rms_norm, "l2": l2_norm}[kind](*used, backend="torch")
     gradients = torch.autograd.grad(y, used, dy)
     got = [g for g in backward() if g.numel()][: len(gradients)]
-    entry = verdict(f"{kind} {width} {tuple(config)}", [ratio(a, b) for a, b in zip((forward(), *got), (y, *gradients), strict=True)], 8e-3)
+    entry = verdict(
+        f"{kind} {width} {tuple(config)}", [ratio(a, b) for a, b in zip((forward(), *got), (y.detach(), *gradients), strict=True)], 8e-3
+    )
     entry["deterministic"] = all(torch.equal(a, b) for a, b in zip(backward(), backward(), strict=True))
     return entry
 
