@@ -39,7 +39,7 @@ def _check_inputs(x: tuple[Tensor, ...], g: Tensor, beta: Tensor, state: Tensor,
 def _check_memory(
     g: Tensor, state: Tensor, conv: ConvState, channels: int, slots: Tensor | None, accepted: Tensor | None, out: Tensor | None
 ) -> None:
-    count, tokens = g.shape[0], g.shape[1] if g.dim() == 4 else 1
+    sequences, tokens = g.shape[0], g.shape[1] if g.dim() == 4 else 1
     rows, taps = conv.window.shape[1], conv.taps()[0].shape[-1]
     if conv.position is None:
         _expect("conv.window", conv.window.shape, (state.shape[0], taps - 1, channels), "[S, W-1, C]")
@@ -48,16 +48,16 @@ def _check_memory(
         _expect("conv.position", conv.position.shape, (state.shape[0],), "[S]")
         if rows < taps - 1 + tokens:
             raise ValueError(f"kda_step: the ring conv.window has {rows} rows; {tokens} tokens need W-1+T = {taps - 1 + tokens}")
-    if slots is None and state.shape[0] != count:
-        raise ValueError(f"kda_step: state holds {state.shape[0]} slots for {count} tokens; pass slots to say which")
+    if slots is None and state.shape[0] != sequences:
+        raise ValueError(f"kda_step: state holds {state.shape[0]} slots for {sequences} tokens; pass slots to say which")
     if slots is not None:
-        _expect("slots", slots.shape, (count,), "[N]")
+        _expect("slots", slots.shape, (sequences,), "[N]")
     if state.dim() == 5 and (conv.position is None or state.shape[1] < tokens):
         raise ValueError(f"kda_step: state {tuple(state.shape)} keeps a state a draft; it needs conv.position and D >= T = {tokens}")
     if accepted is not None:
         if state.dim() != 5:
             raise ValueError("kda_step: accepted chooses among the states of drafts; state must be [S, D, H, K, V]")
-        _expect("accepted", accepted.shape, (count,), "[N]")
+        _expect("accepted", accepted.shape, (sequences,), "[N]")
     if out is not None:
         _expect("out", out.shape, (*g.shape[:-1], state.shape[-1]), "[N, H, V] or [N, T, H, V]")
 
