@@ -9,10 +9,23 @@ from torch import Tensor
 
 @dataclass
 class DeltaState:
-    """One KDA layer: `state` [B,H,K,V] float32; `window` [B,W-1,3·H·K], the last inputs of the convolutions, oldest first."""
+    """One KDA layer: `state` [B,H,K,V] float32; `window` [B,W-1,3·H·K], the last inputs of the convolutions, oldest first.
+
+    Decoding on a GPU keeps the state V-major in memory (`value_major`) and updates it in place; the shape says nothing of it.
+    """
 
     state: Tensor | None = None
     window: Tensor | None = None
+
+
+def value_major(state: Tensor) -> Tensor:
+    """The same [...,K,V] with K contiguous in memory; `state` itself when it is so already.
+
+    A token's update needs sums over K for each value column. With K contiguous a column is one coalesced run, its sum stays within
+    a warp, and a block of columns, one program's work, is one contiguous slab: measured by others at 1.1 to 1.6 times the speed.
+    """
+    turned = state.transpose(-1, -2)
+    return state if turned.is_contiguous() else turned.contiguous().transpose(-1, -2)
 
 
 class LatentState:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.nn.cache import DeltaState
+from atoll.nn.cache import DeltaState, value_major
 from atoll.nn.linear import Linear, Weight
 from atoll.ops import kda
 from atoll.ops.conv import short_conv
+from atoll.ops.kda import ConvState, OutputNorm, kda_step
 from atoll.ops.norm import gated_rms_norm
 
 
@@ -80,6 +81,8 @@ class DeltaAttention(nn.Module):
             self.o_norm.weight.fill_(1.0)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | None = None) -> Tensor:
+        if cache is not None and self._steps(x, cache):
+            return self._step(x, cache)
         q, k, v = self._convolved(x, cu_seqlens, cache)
         shape = (*x.shape[:2], self.num_heads, self.head_dim)
         decay = self.f_b_proj(self.f_a_proj(x)).view(shape)
@@ -105,6 +108,34 @@ class DeltaAttention(nn.Module):
 
     def _gate(self, x: Tensor) -> Tensor:
         return self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
+
+    def _steps(self, x: Tensor, cache: DeltaState) -> bool:
+        """Whether the one-kernel step takes this call: one token after others, on a GPU, nothing to learn or to look at."""
+        ready = cache.state is not None and cache.window is not None and self.probe is None
+        return ready and x.is_cuda and x.shape[1] == 1 and not torch.is_grad_enabled() and x.dtype in (torch.float32, torch.bfloat16)
+
+    def _step(self, x: Tensor, cache: DeltaState) -> Tensor:
+        """One token of each sequence, [B,1,dim] to [B,1,dim]: convolution, recurrence and gated norm in one launch, the state in place."""
+        assert cache.state is not None
+        assert cache.window is not None
+        cache.state = value_major(cache.state)
+        token = x[:, 0]
+        projected = (self.q_proj(token), self.k_proj(token), self.v_proj(token))
+        filters = (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)
+        out, _, conv = kda_step(
+            projected,
+            self.f_b_proj(self.f_a_proj(token)).view(-1, self.num_heads, self.head_dim),
+            self.b_proj(token),
+            self.A_log,
+            self.dt_bias.view(self.num_heads, self.head_dim),
+            cache.state,
+            ConvState(filters, cache.window),
+            lower_bound=self.lower_bound,
+            norm=OutputNorm(self.o_norm.weight, self._gate(token), self.eps),
+            inplace=True,
+        )
+        cache.window = conv.window
+        return self.o_proj(out.flatten(1)).unsqueeze(1)
 
     def _convolved(self, x: Tensor, cu_seqlens: Tensor | None, cache: DeltaState | None) -> tuple[Tensor, ...]:
         """Queries, keys and values [B,T,H·K] after convolution and SiLU; moves the cache's window on."""

@@ -2,6 +2,7 @@
 
 Every document is laid out behind W-1 rows of history (zeros, or the given state), so one sweep over all rows serves packed
 documents, states and their gradients with no special case: rows of history feed outputs and receive gradients, and that is all.
+On a GPU the kernels of `conv_launch.py` do the same in one pass each way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from atoll.ops.conv_launch import conv, conv_refusal
+from atoll.ops.dispatch import use_triton
 
 _CPU_BLOCK = 1 << 17  # elements a sweep touches at once on a CPU: what stays in a core's cache between the taps
 
@@ -154,6 +158,7 @@ def short_conv(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Depthwise causal convolution, then SiLU: `silu(sum_j weight[c, 0, j] * x[t - W + 1 + j, c])`.
 
@@ -163,6 +168,7 @@ def short_conv(
         initial_state: [N, W-1, C], the inputs before each sequence, oldest first; zeros when absent. N = B, or the number of documents.
         cu_seqlens: int64 [N+1], document boundaries when B = 1; empty documents are allowed.
         output_final_state: also return the last W-1 inputs of each sequence.
+        backend: "auto", "triton" or "torch".
 
     Returns:
         y [B, T, C] in x's dtype, and the final state [N, W-1, C] in x's dtype or None.
@@ -172,6 +178,12 @@ def short_conv(
     """
     _check(x, weight, initial_state, cu_seqlens)
     batch, length, channels = x.shape
+    refusal = conv_refusal(x, weight, initial_state) if x.is_cuda or backend == "triton" else ""
+    # without tokens there is nothing to gain, and rows of no length cannot be counted
+    if use_triton("short_conv", backend, x.is_cuda, refusal) and x.numel():
+        edges = None if cu_seqlens is None else cu_seqlens.to(x.device)
+        y, final = conv(x.reshape(-1, channels), weight[:, 0], initial_state, edges, length, output_final_state)
+        return y.view(x.shape), final if output_final_state else None
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, batch * length + 1, max(length, 1), device=x.device)[: batch + 1]
         if length == 0:

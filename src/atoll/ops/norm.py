@@ -1,4 +1,7 @@
-"""Norms over the last dimension: RMSNorm, gated RMSNorm, L2. Statistics in at least float32; backward written by hand to save passes."""
+"""Norms over the last dimension: RMSNorm, gated RMSNorm, L2. Statistics in at least float32; backward written by hand to save passes.
+
+On a GPU one kernel each way (`norm_launch.py`); the functions below are their twins, for any device and float64.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from atoll.ops.dispatch import use_triton
+from atoll.ops.norm_launch import norm, norm_refusal
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -89,34 +95,42 @@ class _L2Norm(torch.autograd.Function):
         return _normalise_backward(_wide(x), rstd, _wide(dy), 1).to(x.dtype), None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, *, backend: str = "auto") -> Tensor:
     """`weight * (x * rsqrt(mean(x²) + eps))` over the last dimension, cast to x's dtype before the weight.
 
     Args:
         x: [..., D], any floating dtype; statistics in float32 (float64 for float64).
         weight: [D], starts at one.
         eps: added to the mean of the squares.
+        backend: "auto", "triton" or "torch".
 
     Returns:
         [..., D] in x's dtype. Zhang and Sennrich, arXiv 1910.07467, eq. 4.
     """
+    if use_triton("rms_norm", backend, x.is_cuda, norm_refusal(x, weight) if x.is_cuda or backend == "triton" else ""):
+        return norm(x, weight, None, eps, True)
     return _RMSNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
 
-def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float = 1e-5) -> Tensor:
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float = 1e-5, *, backend: str = "auto") -> Tensor:
     """`weight * x * rsqrt(mean(x²) + eps) * sigmoid(gate)`, float32 inside (Kimi Linear, arXiv 2510.26692, eq. 10).
 
     Args:
         x: [..., D]; mean over the last dimension (one head).
         weight: [D].
         gate: raw logits, x's shape.
+        backend: "auto", "triton" or "torch".
 
     Returns:
         [..., D] in x's dtype.
     """
+    if use_triton("gated_rms_norm", backend, x.is_cuda, norm_refusal(x, weight, gate) if x.is_cuda or backend == "triton" else ""):
+        return norm(x, weight, gate, eps, True)
     return _GatedRMSNorm.apply(x, weight, gate, eps)  # pyright: ignore[reportReturnType]
 
 
-def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_norm(x: Tensor, eps: float = 1e-6, *, backend: str = "auto") -> Tensor:
     """`x / sqrt(sum(x²) + eps)` over the last dimension: [..., D] in, same shape and dtype out. eps joins the sum, not the mean."""
+    if use_triton("l2_norm", backend, x.is_cuda, norm_refusal(x) if x.is_cuda or backend == "triton" else ""):
+        return norm(x, None, None, eps, False)
     return _L2Norm.apply(x, eps)  # pyright: ignore[reportReturnType]

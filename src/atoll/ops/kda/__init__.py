@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 
 from torch import Tensor
 
+from atoll.ops.dispatch import calls as _calls
 from atoll.ops.kda.chunk import kda_chunk
 from atoll.ops.kda.reference import kda_recurrent, log_decay
-from atoll.ops.kda.step import ConvState, kda_step
+from atoll.ops.kda.step import ConvState, OutputNorm, kda_step
 from atoll.ops.kda.tiles import anchor_limit
 
-__all__ = ["ConvState", "kda", "kda_step", "kernel_report", "log_decay"]
+__all__ = ["ConvState", "OutputNorm", "kda", "kda_step", "kernel_report", "log_decay"]
 
 _BACKENDS = ("auto", "recurrent", "chunk", "triton", "fla")
-_calls: Counter[str] = Counter()
 
 
 def kernel_report(clear: bool = False) -> dict[str, int]:
-    """How many `kda` calls took each path since the start or the last clear, with the reason when a faster path was passed over.
+    """How many calls took each path since the start or the last clear, with the reason when a faster path was passed over.
 
-    For example {"triton": 12, "chunk (lower_bound = None is outside [-5.9, 0))": 3}. `backend="triton"` raises instead of falling back.
+    `kda` counts under the bare path, other ops under their name and path, for example {"triton": 12, "kda_step triton": 40,
+    "chunk (lower_bound = None is outside [-5.9, 0))": 3}; convolution and norms count kernels, and what a kernel on a GPU refused.
+    `backend="triton"` raises instead of falling back.
     """
     report = dict(_calls)
     if clear:

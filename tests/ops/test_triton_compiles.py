@@ -1,0 +1,144 @@
+"""The decoding, convolution and norm kernels compiled for Hopper, which needs no card: the interpreter takes what a compiler may not.
+
+Compiled in a process of its own, because Triton reads TRITON_INTERPRET when it is imported.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+BF16, F32, I64, NONE = "*bf16", "*fp32", "*i64", None
+
+
+def step_case(width, value, columns, tokens=1, ring=True, drafts=False, fused=False, state=F32, major=True, bounded=True, warps=8):
+    heads, taps = 96, 4
+    channels = heads * (2 * width + value)
+    rows = 8 if ring else taps - 1
+    optional = [NONE if ring else BF16, I64, I64 if ring else NONE, I64 if drafts else NONE, *([BF16, F32] if fused else [NONE, NONE])]
+    size = heads * width * value
+    strides = [8 * size, size, width * value, *((1, width) if major else (value, 1))]
+    values = (
+        [BF16] * 3 + [F32] * 3 + [BF16, BF16, F32, F32, state, BF16, *optional, BF16, *[channels] * 3, *strides, heads, 0.1, -5.0, 1e-5]
+    )
+    flags = {
+        "K": width, "V": value, "BV": columns, "T": tokens, "W": taps, "TAPS": 4, "ROWS": rows, "MAJOR": major, "RING": ring,
+        "DRAFTS": drafts, "HAS_SLOTS": True, "HAS_ACCEPTED": drafts, "BOUNDED": bounded, "FUSED": fused, "EVICT": "evict_first",
+    }  # fmt: skip
+    return "step_kernels", "step_kernel", values, flags, warps
+
+
+def conv_case(packed, state, taps=4):
+    edges, held = (I64 if packed else NONE), (BF16 if state else NONE)
+    values = [BF16, F32, held, edges, BF16, 8192, 36864, 8192, 8, 4]
+    return "conv_kernels", "conv_kernel", values, {"W": taps, "BT": 16, "BC": 256, "PACKED": packed, "HAS_STATE": state}, 4
+
+
+def conv_back_case(packed, state, taps=4):
+    edges, held = (I64 if packed else NONE), (BF16 if state else NONE)
+    values = [BF16, F32, held, edges, BF16, held, BF16, F32, 8192, 36864, 8192, 8, 4, 256]
+    flags = {"W": taps, "BC": 512, "GROUP": 4, "PACKED": packed, "HAS_STATE": state, "HAS_DFINAL": state}
+    return "conv_kernels", "conv_back_kernel", values, flags, 4
+
+
+def norm_cases(width, gated):
+    from atoll.ops.norm_launch import norm_config
+
+    c = norm_config(width)
+    gate = BF16 if gated else NONE
+    flags = {"D": width, "COUNT": width, "ROWS": c.rows, "BLOCK": c.block, "PIECES": c.pieces, "WEIGHT": True, "GATED": gated}
+    forward = [BF16, F32, gate, BF16, F32, 8192, 1e-5]
+    backward = [BF16, F32, gate, F32, BF16, BF16, gate, F32, 8192, 8192, 528]
+    return [
+        ("norm_kernels", "norm_kernel", forward, {**flags, "CAST": not gated, "KEEP": True}, c.warps),
+        ("norm_kernels", "norm_back_kernel", backward, flags, c.warps),
+    ]
+
+
+def cases():
+    small = {"W": 4, "ROWS": 4, "BC": 512, "PACKED": True}
+    return {
+        "step of one sequence": step_case(128, 128, 32, warps=4),
+        "step of many sequences": step_case(128, 128, 64),
+        "step with norm": step_case(128, 128, 128, fused=True),
+        "step, bfloat16 state": step_case(128, 128, 64, state=BF16, warps=4),
+        "step, four drafts": step_case(128, 128, 64, tokens=4, drafts=True),
+        "step, plain window, strides, softplus": step_case(64, 32, 16, ring=False, major=False, bounded=False, warps=1),
+        "commit": ("step_kernels", "commit_kernel", [BF16, BF16, I64, 110592], {"BLOCK": 1024}, 4),
+        "convolution": conv_case(False, False),
+        "convolution, packed, state": conv_case(True, True, taps=3),
+        "convolution back": conv_back_case(False, False),
+        "convolution back, packed, state": conv_back_case(True, True, taps=3),
+        "final state": ("conv_kernels", "final_kernel", [BF16, BF16, I64, BF16, 8192, 36864, 8192], {**small, "HAS_STATE": True}, 4),
+        "initial state back": (
+            "conv_kernels", "initial_back_kernel", [BF16, F32, BF16, I64, *[BF16] * 3, 8192, 36864, 8192], {**small, "HAS_DFINAL": True}, 4,
+        ),
+        **dict(zip(("norm 7168", "norm 7168 back"), norm_cases(7168, False), strict=True)),
+        **dict(zip(("gated norm 128", "gated norm 128 back"), norm_cases(128, True), strict=True)),
+    }  # fmt: skip
+
+
+def compile_case(module, name, values, flags, warps):
+    """What the compiler made of it, in numbers."""
+    import importlib
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    folder = "atoll.ops.kda." if module == "step_kernels" else "atoll.ops."
+    kernel = getattr(importlib.import_module(folder + module), name)
+    signature, constants, hints = {}, {}, {}
+    for i, (argument, value) in enumerate(zip(kernel.arg_names, values, strict=False)):
+        if value is None or (isinstance(value, int) and value == 1):
+            signature[argument], constants[(i,)] = "constexpr", value
+        else:
+            signature[argument] = value if isinstance(value, str) else "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, str) or (isinstance(value, int) and value % 16 == 0):
+                hints[(i,)] = [["tt.divisibility", 16]]
+    for argument, value in flags.items():
+        signature[argument], constants[(kernel.arg_names.index(argument),)] = "constexpr", value
+    source = ASTSource(fn=kernel, signature={n: signature[n] for n in kernel.arg_names}, constexprs=constants, attrs=hints)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 1})
+    shape = f"{flags['BV']}x{flags['K']}x" if "BV" in flags else "none"
+    return {
+        "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", made.asm["ptx"])),
+        "wide_stores": len(re.findall(r"st\.global[.\w:]*\.v4\.b32", made.asm["ptx"])),
+        "state_moves": sum("convert_layout" in line and f"tensor<{shape}" in line for line in made.asm["ttgir"].splitlines()),
+    }
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_kernel_compiles(compiled):
+    assert set(compiled) == set(cases())
+
+
+@pytest.mark.parametrize("name", [name for name in cases() if name.startswith("step")])
+def test_the_state_is_read_in_16_bytes_and_stays_in_its_registers(compiled, name):
+    """A change of layout would send the whole slab through shared memory."""
+    assert compiled[name]["state_moves"] == 0
+    _, _, values, flags, warps = cases()[name]
+    if not flags["MAJOR"]:
+        return
+    per_load = 8 if values[10] == BF16 else 4
+    slab = flags["K"] * flags["BV"] // (per_load * 32 * warps)
+    assert compiled[name]["wide_loads"] >= slab
+    assert compiled[name]["wide_stores"] >= slab
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({name: compile_case(*case) for name, case in cases().items()}))
