@@ -137,8 +137,8 @@ TRAIN_USAGE = """\
 usage: atoll train CONFIG [--group.name VALUE ...] [--minutes N] [--out DIR]
        atoll train --resume RUN [--group.name VALUE ...]
 
-CONFIG is a preset ({presets}), a TOML file,
-or a run or hub folder whose weights are trained further: docs/chat.md.
+CONFIG is a TOML file, a run or hub folder whose weights are trained further (docs/chat.md), or a preset:
+{presets}.
 
   --minutes N     train for N minutes in all, whatever the config says
   --out DIR       run folder (default: runs/NAME, or the next free runs/NAME-2, ...)

@@ -223,7 +223,7 @@ def test_a_wrong_value_names_the_right_ones():
 
 def test_which_presets_qualify():
     """As docs/quantization.md says; the others take the nearest multiple of 32."""
-    fit = {"blueprint", "mini", "1b-a50m"}
+    fit = {"blueprint", "blueprint-vl", "kimi-linear-48b", "mini", "1b-a50m"}
     for name in presets():
         if name in fit:
             assert load_config(name, {"model.quantization": "mxfp4"}).model.quantization == "mxfp4"
