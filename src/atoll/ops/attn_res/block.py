@@ -45,7 +45,9 @@ def two_phase_pays(finished: int, queries: int, element: int, partial: int, *, t
 class _Phase:
     """What the gradients of one block share: how to make phase one again, and its result while they need it. Holds no graph."""
 
-    def __init__(self, rows: list[Tensor], queries: Sequence[Tensor], norms: Sequence[Tensor], eps: float, partial: torch.dtype, triton: bool):
+    def __init__(
+        self, rows: list[Tensor], queries: Sequence[Tensor], norms: Sequence[Tensor], eps: float, partial: torch.dtype, triton: bool
+    ):
         self.rows, self.queries, self.norms = [x.detach() for x in rows], list(queries), list(norms)
         self.eps, self.partial, self.triton = eps, partial, triton
         self.held: PhaseOne | None = None
@@ -117,7 +119,9 @@ class Block:
         phase = self.phase
         out_eps = phase.eps if out_eps is None else out_eps
         if partial is not None and (partial.shape != self.shape or partial.dtype != self.dtype):
-            raise ValueError(f"partial is {partial.dtype} {list(partial.shape)}; it must be {self.dtype} {list(self.shape)}, as the sources")
+            raise ValueError(
+                f"partial is {partial.dtype} {list(partial.shape)}; it must be {self.dtype} {list(self.shape)}, as the sources"
+            )
         rows = [] if partial is None else [rows_of(partial)]
         step = None if delta is None else rows_of(delta)
         if self.means is None or self.lses is None:

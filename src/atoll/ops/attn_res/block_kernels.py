@@ -12,14 +12,7 @@ bfloat16 numbers (two hold the product of two bfloat16 numbers exactly, three an
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _pick(pointers, which, COUNT: tl.constexpr):
-    """pointers[which] where `which` is known at run time only."""
-    found = pointers[0]
-    for i in tl.static_range(1, COUNT):
-        found = tl.where(which == i, pointers[i], found)
-    return found
+from atoll.ops.attn_res.mix_kernels import pick
 
 
 @triton.jit
@@ -38,8 +31,8 @@ def keys_kernel(queries, norms, keys, Q: tl.constexpr, D: tl.constexpr, BLOCK: t
     q = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < D
-    query = tl.load(_pick(queries, q, Q) + column, mask=mask, other=0.0).to(tl.float32)
-    rest = query * tl.load(_pick(norms, q, Q) + column, mask=mask, other=0.0).to(tl.float32)
+    query = tl.load(pick(queries, q, Q) + column, mask=mask, other=0.0).to(tl.float32)
+    rest = query * tl.load(pick(norms, q, Q) + column, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(PARTS):
         part = rest.to(keys.dtype.element_ty)
         tl.store(keys + (i * Q + q) * D + column, part, mask=mask)
@@ -53,7 +46,7 @@ def scores_kernel(
 ):  # fmt: skip
     """BM tokens of one source: score [R, N, Q] of every query, and 1 / sqrt(mean x² + eps) [R, N]. keys [PARTS, Q, D]."""
     r = tl.program_id(1)
-    source = _pick(sources, r, R)
+    source = pick(sources, r, R)
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     q = tl.arange(0, QP)
     column = tl.arange(0, BK)
@@ -76,8 +69,9 @@ def scores_kernel(
 @triton.jit
 def weights_kernel(scores, weights, lse, N, Q, R: tl.constexpr, BLOCK: tl.constexpr):
     """Softmax over sources of scores [R, N, Q], and the log of its denominator, as [Q, N]."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    count = N.to(tl.int64) * Q
+    start = tl.program_id(0).to(tl.int64)
+    at = start * BLOCK + tl.arange(0, BLOCK)
+    count = (start * 0 + N) * Q  # N of one token is a constant and has no dtype to change
     mask = at < count
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     for r in tl.static_range(R):
@@ -94,7 +88,9 @@ def weights_kernel(scores, weights, lse, N, Q, R: tl.constexpr, BLOCK: tl.conste
 @triton.jit
 def values_kernel(sources, weights, mean, N, Q, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A tile of ROWS tokens by BLOCK columns of every source, read once, into the same tile of each query's mean [Q, N, D]."""
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    first = tl.program_id(1).to(tl.int64) * ROWS
+    wide = first * 0 + N
+    row = first + tl.arange(0, ROWS)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = row[:, None] * D + column[None, :]
     mask = (row < N)[:, None] & (column < D)[None, :]
@@ -104,9 +100,9 @@ def values_kernel(sources, weights, mean, N, Q, R: tl.constexpr, D: tl.constexpr
     for q in range(Q):
         out = tl.zeros([ROWS, BLOCK], tl.float32)
         for r in tl.static_range(R):
-            p = tl.load(weights + (r * N.to(tl.int64) + row) * Q + q, mask=row < N, other=0.0)
+            p = tl.load(weights + (r * wide + row) * Q + q, mask=row < N, other=0.0)
             out += tiles[r] * p[:, None]
-        tl.store(mean + q * N.to(tl.int64) * D + here, out.to(mean.dtype.element_ty), mask=mask)
+        tl.store(mean + q * wide * D + here, out.to(mean.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -144,43 +140,36 @@ def scores_back_kernel(
 
 @triton.jit
 def sources_back_kernel(
-    d_mean, sources, keys, weights, along, own, d_sources, N, R: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, QP: tl.constexpr,
-    RP: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    d_mean, sources, keys, weights, along, own, d_sources, N, TOKENS, R: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+    QP: tl.constexpr, RP: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens, SPAN columns: d x_r = sum over queries of p_qr d mean_q + along_qr key_q, plus own_r x_r; [R, N, D], written once.
+    """BK columns of TOKENS tokens: d x_r = sum over queries of p_qr d mean_q + along_qr key_q, plus own_r x_r; [R, N, D].
 
-    A key serves all of the program's tokens: one token at a time would fetch the keys as often as everything else together.
+    The keys stay while tokens pass: fetched for each token anew they would be as many bytes as everything else together.
     """
-    start = tl.program_id(0).to(tl.int64) * TOKENS
     q = tl.arange(0, QP)
     r = tl.arange(0, RP)
-    column = tl.arange(0, BK)
+    column = tl.program_id(0) * BK + tl.arange(0, BK)
     kind = d_sources.dtype.element_ty
     source = _pick_each(sources, r, R, RP)
-    ps = ()
-    factors = ()
-    for t in tl.static_range(TOKENS):
-        at = r.to(tl.int64) * N + start + t
-        mask = ((r < R) & (start + t < N))[:, None] & (q < Q)[None, :]
-        ps = ps + (tl.load(weights + at[:, None] * Q + q[None, :], mask=mask, other=0.0).to(kind),)
-        factors = factors + (tl.load(along + at[:, None] * Q + q[None, :], mask=mask, other=0.0).to(kind),)
-    first = tl.program_id(1) * SPAN
-    for k in tl.range(first, min(first + SPAN, D), BK, num_stages=STAGES):
-        inside = (k + column) < D
-        key = tl.load(keys + q[:, None] * D + k + column[None, :], mask=(q < Q)[:, None] & inside[None, :], other=0.0)
-        for t in tl.static_range(TOKENS):
-            n = start + t
-            line = (q.to(tl.int64) * N + n) * D
-            held = ((q < Q) & (n < N))[:, None] & inside[None, :]
-            up = tl.load(d_mean + line[:, None] + k + column[None, :], mask=held, other=0.0).to(kind)
-            some = ((r < R) & (n < N))[:, None] & inside[None, :]
-            x = tl.load(source[:, None] + n * D + k + column[None, :], mask=some, other=0.0)
-            at = r.to(tl.int64) * N + n
-            b = tl.load(own + at, mask=(r < R) & (n < N), other=0.0)
-            total = tl.dot(ps[t], up, input_precision=PRECISION)
-            total = tl.dot(factors[t], key, total, input_precision=PRECISION)
-            total += b[:, None] * x.to(tl.float32)
-            tl.store(d_sources + at[:, None] * D + k + column[None, :], total.to(kind), mask=some)
+    held = (q < Q)[:, None] & (column < D)[None, :]
+    some = (r < R)[:, None] & (column < D)[None, :]
+    pairs = (r < R)[:, None] & (q < Q)[None, :]
+    key = tl.load(keys + q[:, None] * D + column[None, :], mask=held, other=0.0)
+    first = tl.program_id(1) * TOKENS
+    zero = first.to(tl.int64) * 0
+    for start in tl.range(first, min(first + TOKENS, N), num_stages=STAGES):
+        n = zero + start
+        up = tl.load(d_mean + ((q.to(tl.int64) * N + n) * D)[:, None] + column[None, :], mask=held, other=0.0)
+        x = tl.load(source[:, None] + n * D + column[None, :], mask=some, other=0.0)
+        at = r.to(tl.int64) * N + n
+        p = tl.load(weights + at[:, None] * Q + q[None, :], mask=pairs, other=0.0)
+        a = tl.load(along + at[:, None] * Q + q[None, :], mask=pairs, other=0.0)
+        b = tl.load(own + at, mask=r < R, other=0.0)
+        total = tl.dot(p.to(kind), up.to(kind), input_precision=PRECISION)
+        total = tl.dot(a.to(kind), key, total, input_precision=PRECISION)
+        total += b[:, None] * x.to(tl.float32)
+        tl.store(d_sources + at[:, None] * D + column[None, :], total.to(kind), mask=some)
 
 
 @triton.jit
@@ -194,14 +183,15 @@ def keys_back_kernel(
     column = tl.program_id(0) * BK + tl.arange(0, BK)
     first = tl.program_id(1) * TOKENS
     last = min(first + TOKENS, N)
+    wide = first.to(tl.int64) * 0 + N
     total = tl.zeros([QP, BK], tl.float32)
     for r in range(R):
-        source = _pick(sources, r, R)
+        source = pick(sources, r, R)
         for start in tl.range(first, last, BM, num_stages=STAGES):
             n = start + line
             row = n.to(tl.int64)
             x = tl.load(source + row[:, None] * D + column[None, :], mask=(n < last)[:, None] & (column < D)[None, :], other=0.0)
-            each = (r * N.to(tl.int64) + row)[None, :] * Q + q[:, None]
+            each = (r * wide + row)[None, :] * Q + q[:, None]
             rest = tl.load(along + each, mask=(q < Q)[:, None] & (n < last)[None, :], other=0.0)
             for _ in tl.static_range(PARTS):
                 part = rest.to(x.dtype)

@@ -29,14 +29,14 @@ class PhaseOne(NamedTuple):
 
 class BlockConfig(NamedTuple):
     """Tokens, columns, stages and warps of the scores (few tokens, many tokens); columns and warps of the values; columns, stages
-    and warps of the scores' gradient; columns, span, tokens, stages and warps of the sources'; tokens, columns, stages and warps of the keys'."""
+    and warps of the scores' gradient; and tokens, columns, stages and warps of the sources' and of the keys'."""
 
-    few: tuple[int, int, int, int] = (16, 128, 4, 1)
+    few: tuple[int, int, int, int] = (16, 128, 4, 2)
     many: tuple[int, int, int, int] = (64, 64, 4, 4)
     values: tuple[int, int] = (1024, 4)
     scores_back: tuple[int, int, int] = (128, 4, 2)
-    sources_back: tuple[int, int, int, int, int] = (128, 1024, 4, 3, 2)
-    keys_back: tuple[int, int, int, int] = (64, 128, 3, 4)
+    sources_back: tuple[int, int, int, int] = (64, 256, 3, 4)
+    keys_back: tuple[int, int, int, int] = (32, 128, 3, 4)
 
 
 def block_refusal(sources: list[Tensor], vectors: list[Tensor]) -> str:
@@ -56,6 +56,11 @@ def _padded(n: int) -> int:
 
 def _columns(width: int, most: int) -> int:
     return min(most, _padded(width))
+
+
+def _narrowed(most: int, queries: int, *dtypes: torch.dtype) -> int:
+    """Columns of a tile for 32 queries and two bytes a number, or as many fewer as keep its bytes."""
+    return most * 32 // max(32, _padded(queries)) * 2 // max(d.itemsize for d in dtypes)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -122,17 +127,19 @@ def phase_one_backward(
     flags: dict[str, Any] = {"R": R, "Q": Q, "D": width, "QP": _padded(Q), "PRECISION": _precision(like.dtype)}
     along, own = torch.empty_like(held.weights), torch.empty_like(held.scales)
     columns, stages, warps = c.scores_back
+    columns = _columns(width, _narrowed(columns, Q, like.dtype, d_mean.dtype))
     launch(
         kernels.scores_back_kernel, (tokens,), like,
         d_mean, d_lse, tuple(sources), held.scores, held.weights, held.scales, along, own, tokens, RP=_padded(R),
-        BK=_columns(width, columns), STAGES=stages, num_warps=warps, **flags,
+        BK=columns, STAGES=stages, num_warps=warps, **flags,
     )  # fmt: skip
     d_sources = like.new_empty(R, tokens, width)
-    columns, span, lines, stages, warps = c.sources_back
+    lines, columns, stages, warps = c.sources_back
+    columns = _columns(width, _narrowed(columns, Q, like.dtype, d_mean.dtype))
     launch(
-        kernels.sources_back_kernel, (-(-tokens // lines), -(-width // span)), like,
-        d_mean, tuple(sources), held.keys, held.weights, along, own, d_sources, tokens, RP=_padded(R), BK=_columns(width, columns),
-        SPAN=span, TOKENS=lines, STAGES=stages, num_warps=warps, **flags,
+        kernels.sources_back_kernel, (-(-width // columns), -(-tokens // lines)), like,
+        d_mean, tuple(sources), held.keys, held.weights, along, own, d_sources, tokens, lines, RP=_padded(R), BK=columns, STAGES=stages,
+        num_warps=warps, **flags,
     )  # fmt: skip
     rows, columns, stages, warps = c.keys_back
     columns = _columns(width, columns)

@@ -15,25 +15,30 @@ FLOATS = (torch.bfloat16, torch.float32)
 
 
 class MixConfig(NamedTuple):
-    """Tokens, columns a piece and pieces of a program, as in the norms; warps and rows fetched ahead, forward; warps, whether rows
-    stay in registers between the two walks, and programs, backward."""
+    """Tokens, columns a piece and pieces of a program, as in the norms; warps and stages forward; warps, stages, the most registers
+    a thread may have (0: as many as it likes) and programs backward."""
 
     rows: int
     block: int
     pieces: int
     warps: int
-    ahead: int
+    stages: int
     back_warps: int
-    retain: bool
+    back_stages: int
+    back_registers: int
     programs: int
 
 
-def mix_config(width: int, sources: int) -> MixConfig:
-    """One setting a shape, whatever the card: the gradients of the vectors keep one order of sums."""
+def mix_config(width: int, sources: int, out_norm: bool) -> MixConfig:
+    """One setting a shape, whatever the card: the gradients of the vectors keep one order of sums.
+
+    Backward a thread holds, a column, the keys, their share, the gradient and a source, with `out_norm` also its share and the mix:
+    twice the warps then, so that 16 warps of at most 128 registers fill a multiprocessor either way.
+    """
     rows, block, pieces, warps = norm_config(width)
-    each = rows * block * pieces // (32 * warps)  # elements a thread holds of one source
-    retain = each * sources <= 96
-    return MixConfig(rows, block, pieces, warps, 1 if sources > 16 else 2, warps, retain, 2112 // warps)
+    back_warps = 2 * warps if out_norm else warps
+    stages = 3 if sources > 1 else 1
+    return MixConfig(rows, block, pieces, warps, stages, back_warps, stages, 128, 2112 // back_warps)
 
 
 def mix_refusal(sources: list[Tensor], vectors: list[Tensor]) -> str:
@@ -66,14 +71,14 @@ def mix_forward(
     like = sources[0] if sources else mean
     assert like is not None
     tokens, width = like.shape
-    c = config or mix_config(width, len(sources))
+    c = config or mix_config(width, len(sources), out_norm is not None)
     out = like.new_empty(tokens, width, dtype=dtype)
     last = like.new_empty(0) if delta is None else torch.empty_like(sources[-1])
     out_lse = like.new_empty(tokens if keep else 0, dtype=torch.float32)
     launch(
         mix_kernels.mix_kernel, (-(-tokens // c.rows),), like,
         tuple(sources) or (mean,), delta, last, mean, lse, query, norm, out_norm, out, out_lse, tokens, eps, out_eps,
-        R=len(sources), D=width, ROWS=c.rows, BLOCK=c.block, PIECES=c.pieces, AHEAD=c.ahead, HAS_DELTA=delta is not None,
+        R=len(sources), D=width, ROWS=c.rows, BLOCK=c.block, PIECES=c.pieces, STAGES=c.stages, HAS_DELTA=delta is not None,
         CARRY=mean is not None, OUT_NORM=out_norm is not None, KEEP=keep, num_warps=c.warps,
     )  # fmt: skip
     return out, last, out_lse
@@ -111,7 +116,7 @@ def mix_backward(
     like = sources[0] if sources else mean
     assert like is not None
     tokens, width = like.shape
-    c = config or mix_config(width, len(sources))
+    c = config or mix_config(width, len(sources), out_norm is not None)
     groups = -(-tokens // c.rows)
     programs = min(groups, c.programs)
     d_sources = [torch.empty_like(s) for s in sources]
@@ -121,8 +126,9 @@ def mix_backward(
     launch(
         mix_kernels.mix_back_kernel, (programs,), like,
         tuple(sources) or (mean,), mean, lse, query, norm, out_norm, d_out, d_last, d_out_lse, tuple(d_sources) or (d_mean,), d_mean,
-        d_lse, partial, tokens, groups, programs, eps, out_eps, R=len(sources), D=width, ROWS=c.rows, BLOCK=c.block, PIECES=c.pieces, RETAIN=c.retain,
-        HAS_LAST=d_last is not None, HAS_LSE=d_out_lse is not None, CARRY=mean is not None, OUT_NORM=out_norm is not None, num_warps=c.back_warps,
+        d_lse, partial, tokens, groups, programs, eps, out_eps, R=len(sources), D=width, RP=max(2, 1 << (len(sources) - 1).bit_length()),
+        ROWS=c.rows, BLOCK=c.block, PIECES=c.pieces, STAGES=c.back_stages, HAS_LAST=d_last is not None, HAS_LSE=d_out_lse is not None,
+        CARRY=mean is not None, OUT_NORM=out_norm is not None, num_warps=c.back_warps, maxnreg=c.back_registers or None,
     )  # fmt: skip
     d_query, d_norm = torch.empty_like(query), torch.empty_like(norm)
     d_out_norm = like.new_empty(0) if out_norm is None else torch.empty_like(out_norm)
