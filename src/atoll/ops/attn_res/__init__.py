@@ -8,10 +8,11 @@ from typing import Literal, overload
 from torch import Tensor
 
 from atoll.ops.attn_res.block import Block, open_block, two_phase_pays
+from atoll.ops.attn_res.block_launch import block_refusal
 from atoll.ops.attn_res.mix import attn_res_sum, depth_weights
 from atoll.ops.attn_res.reference import attn_res_reference
 
-__all__ = ["Block", "attn_res", "attn_res_reference", "attn_res_sum", "depth_weights", "open_block", "two_phase_pays"]
+__all__ = ["Block", "attn_res", "attn_res_reference", "attn_res_sum", "block_refusal", "depth_weights", "open_block", "two_phase_pays"]
 
 
 @overload

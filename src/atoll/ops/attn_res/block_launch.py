@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class BlockConfig(NamedTuple):
     keys_back: tuple[int, int, int, int] = (32, 128, 3, 4)
 
 
-def block_refusal(sources: list[Tensor], vectors: list[Tensor]) -> str:
+def block_refusal(sources: Sequence[Tensor], vectors: Sequence[Tensor]) -> str:
     """Why the kernels do not take this block; empty when they do."""
     if any(t.dtype not in FLOATS for t in (*sources, *vectors)):
         return "an input is neither bfloat16 nor float32"
@@ -144,7 +145,8 @@ def phase_one_backward(
     rows, columns, stages, warps = c.keys_back
     columns = _columns(width, columns)
     across = -(-width // columns)
-    chunk = max(rows, -(-(-(-tokens * across // 528)) // rows) * rows)  # about 528 programs
+    steps = -(-tokens // rows)
+    chunk = rows * max(1, steps * across // 528)  # about 528 programs
     partial = like.new_empty(-(-tokens // chunk), Q, width, dtype=torch.float32)
     launch(
         kernels.keys_back_kernel, (across, partial.shape[0]), like,

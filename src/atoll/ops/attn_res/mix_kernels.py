@@ -283,7 +283,7 @@ def mix_back_kernel(
                 tile = x[i].to(tl.float32)
                 fresh = fresh + (shares[i] + tile * a[:, None],)
                 d_x = ups[i].to(tl.float32) * p[:, None] + keys[i] * a[:, None] + tile * b[:, None]
-                if HAS_LAST:
+                if HAS_LAST:  # noqa: SIM102  (a constant outside, the loop's number inside)
                     if r == R - 1:
                         at, mask = _at(row, N, i, D, BLOCK)
                         d_x += tl.load(d_last + at, mask=mask, other=0.0).to(tl.float32)

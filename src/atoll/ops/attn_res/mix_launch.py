@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ def mix_config(width: int, sources: int, out_norm: bool) -> MixConfig:
     return MixConfig(rows, block, pieces, warps, stages, back_warps, stages, 128, 2112 // back_warps)
 
 
-def mix_refusal(sources: list[Tensor], vectors: list[Tensor]) -> str:
+def mix_refusal(sources: Sequence[Tensor], vectors: Sequence[Tensor]) -> str:
     """Why the kernels do not take this mix; empty when they do."""
     if any(t.dtype not in FLOATS for t in (*sources, *vectors)):
         return "an input is neither bfloat16 nor float32"
