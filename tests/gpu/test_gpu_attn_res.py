@@ -130,8 +130,10 @@ def test_two_phases_equal_one_pass(tokens, partial, limit):
         assert ratio(block.mix(i, last)[0], attn_res([*rows, last], q, w)) < limit
 
 
-@pytest.mark.parametrize("setting", [{"warps": 4}, {"warps": 16}, {"stages": 1}, {"stages": 2}, {"stages": 4}, {"back_warps": 16}, {"back_warps": 4}]
-    + [{"back_stages": s} for s in (1, 2, 4)] + [{"back_registers": 0}, {"programs": 7}])  # fmt: skip
+SETTINGS = [{"warps": w} for w in (4, 16)] + [{"stages": n} for n in (1, 2, 4)] + [{"back_stages": n} for n in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, {"back_warps": 16}, {"back_registers": 0}, {"programs": 7}])
 def test_every_setting_of_the_mix(setting):
     torch.manual_seed(0)
     rows, (query, weight, norm) = [torch.randn(99, 7168, **CARD) for _ in range(5)], vectors(7168, 3, 0.02)

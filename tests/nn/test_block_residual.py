@@ -188,4 +188,22 @@ def test_the_example_of_the_docs_runs():
     for part in code:
         exec(part, space)
     assert space["y"].shape == (2, 16, 64)
-    assert all(p.grad is not None for p in space["net"].parameters())
+    without = {name for name, p in space["net"].named_parameters() if p.grad is None}
+    assert without == {"residuals.0.norm.weight", "residuals.0.query.weight"}
+
+
+def test_probes_over_depth_see_outputs_sums_and_gradients(ids):
+    """The running sum starts anew with a block; gradients appear with the backward pass and change nothing."""
+    m, record = model().train(), {}
+    routing = m(ids).routing
+    m(ids, labels=ids, routing=routing, record=record).loss.backward()
+    with_probes = [p.grad.clone() for p in m.parameters() if p.grad is not None]
+    for name, output, total in record["depth_rms"]:
+        layer, part = name.split(".")
+        starts = int(layer) % 2 == 0 and part == "attention"
+        assert (output == total) == starts, name
+    assert all(g > 0 for _, g in record["depth_gradients"])
+    m.zero_grad()
+    m(ids, labels=ids, routing=routing).loss.backward()
+    without = [p.grad for p in m.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(without, with_probes, strict=True))

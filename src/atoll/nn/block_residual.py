@@ -6,7 +6,7 @@ Attention Residuals, arXiv 2603.15031, eq. 8-10 and Fig. 2; block size counted i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -86,12 +86,43 @@ def _in_two_phases(bank: Sequence[Tensor], readers: Sequence[Reader], schedule: 
     return two_phase_pays(len(bank), len(readers), size, partial.itemsize if partial else size, training=torch.is_grad_enabled())
 
 
+@dataclass
+class DepthProbe:
+    """What is looked at over depth, one entry a mix or sublayer, scalars on the device.
+
+    `weights`: mean weight of each source of a mix [rows]. `outputs`: RMS of a sublayer's output; `sums`: of the running sum with it;
+    `gradients`: of the loss's gradient with respect to the output, NaN until a backward pass.
+    """
+
+    weights: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def see(self, stream: Stream, x: Tensor) -> None:
+        """A sublayer's output, about to be added."""
+        total = x if stream.prefix is None else stream.prefix + x
+        slot = torch.full((), float("nan"), device=x.device)
+        for held, value in ((self.outputs, _rms(x)), (self.sums, _rms(total)), (self.gradients, slot)):
+            held.append(value)
+        if x.requires_grad:
+            x.register_hook(lambda g: _keep(slot, g))
+
+
+def _keep(slot: Tensor, gradient: Tensor) -> None:
+    slot.copy_(_rms(gradient))  # and return nothing: a hook's result would take the gradient's place
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.detach().float().square().mean().sqrt()
+
+
 def read(
-    stream: Stream, reader: Reader, *, out_norm: Tensor | None = None, out_eps: float | None = None, probe: list[Tensor] | None = None
+    stream: Stream, reader: Reader, *, out_norm: Tensor | None = None, out_eps: float | None = None, probe: DepthProbe | None = None
 ) -> tuple[Tensor, Stream]:
     """The mix [B,T,D] over a stream, with an RMSNorm of weight `out_norm` [D] after it if given, and the stream with its sum settled.
 
-    A single source is its own mix. `probe` gets the mean weights [rows].
+    A single source is its own mix. `probe` gets the mean weights.
     """
     out_eps = reader.eps if out_eps is None else out_eps
     turn = next((i for i, query in enumerate(stream.turns) if query is reader.query), None)
@@ -112,10 +143,10 @@ def read(
     return out, stream if stream.prefix is None else replace(stream, prefix=prefix, delta=None)
 
 
-def _look(rows: list[Tensor], reader: Reader, probe: list[Tensor]) -> None:
+def _look(rows: list[Tensor], reader: Reader, probe: DepthProbe) -> None:
     if len(rows) > 1:
         weights = depth_weights(rows, reader.query.view(-1), reader.norm, reader.eps)
-        probe.append(weights.float().flatten(1).mean(1))
+        probe.weights.append(weights.float().flatten(1).mean(1))
 
 
 class BlockResidual(nn.Module):
@@ -145,7 +176,7 @@ class BlockResidual(nn.Module):
         return Reader(self.norm.weight, self.query.weight, self.eps)
 
     def forward(
-        self, stream: Stream, *, out_norm: Tensor | None = None, out_eps: float | None = None, probe: list[Tensor] | None = None
+        self, stream: Stream, *, out_norm: Tensor | None = None, out_eps: float | None = None, probe: DepthProbe | None = None
     ) -> tuple[Tensor, Stream]:
         """See `read`."""
         return read(stream, self.reader(), out_norm=out_norm, out_eps=out_eps, probe=probe)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atoll.config import BalanceConfig, ModelConfig
-from atoll.nn.block_residual import Reader, Schedule, Stream, read
+from atoll.nn.block_residual import DepthProbe, Reader, Schedule, Stream, read
 from atoll.nn.cache import Cache, DeltaState, LatentState
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_attention import LatentAttention
@@ -99,15 +99,15 @@ class DecoderLayer(nn.Module):
         cache: DeltaState | LatentState | None = None,
         mask: Tensor | None = None,
         routing: Routing | None = None,
-        probe: list[Tensor] | None = None,
+        probe: DepthProbe | None = None,
     ) -> Stream:
         h, stream = self._read(stream, "self_attention", self.input_layernorm, probe)
-        stream = stream.add(self.self_attn(h, cu_seqlens=cu_seqlens, cache=cache))
+        stream = _add(stream, self.self_attn(h, cu_seqlens=cu_seqlens, cache=cache), probe)
         h, stream = self._read(stream, "mlp", self.post_attention_layernorm, probe)
         if self.mlp is not None:
-            return stream.add(self.mlp(h))
+            return _add(stream, self.mlp(h), probe)
         assert self.block_sparse_moe is not None
-        return stream.add(self.block_sparse_moe(h, mask=mask, routing=routing))
+        return _add(stream, self.block_sparse_moe(h, mask=mask, routing=routing), probe)
 
     def readers(self) -> list[Reader]:
         """Where this layer reads over depth, in order."""
@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
         parts = ("self_attention", "mlp")
         return [Reader(getattr(self, f"{p}_res_norm").weight, getattr(self, f"{p}_res_proj").weight, self.eps) for p in parts]
 
-    def _read(self, stream: Stream, sublayer: str, norm: RMSNorm, probe: list[Tensor] | None) -> tuple[Tensor, Stream]:
+    def _read(self, stream: Stream, sublayer: str, norm: RMSNorm, probe: DepthProbe | None) -> tuple[Tensor, Stream]:
         """What the sublayer reads, normed."""
         if self.mode == "plain":
             stream = stream.settle()
@@ -126,6 +126,12 @@ class DecoderLayer(nn.Module):
             stream = stream.close()
         reader = self.readers()[sublayer == "mlp"]
         return read(stream, reader, out_norm=norm.weight, out_eps=norm.eps, probe=probe)
+
+
+def _add(stream: Stream, x: Tensor, probe: DepthProbe | None) -> Stream:
+    if probe is not None:
+        probe.see(stream, x)
+    return stream.add(x)
 
 
 class Decoder(nn.Module):
@@ -152,7 +158,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         mask: Tensor | None = None,
         routing: list[Routing] | None = None,
-        probe: list[Tensor] | None = None,
+        probe: DepthProbe | None = None,
         embeds: Tensor | None = None,
     ) -> Tensor:
         """`embeds` [B,T,D] stands in for the embedding of `input_ids`: features of images among it."""
@@ -192,7 +198,7 @@ class Decoder(nn.Module):
     def output_reader(self) -> Reader:
         return Reader(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight, self.eps)
 
-    def _output(self, stream: Stream, probe: list[Tensor] | None) -> Tensor:
+    def _output(self, stream: Stream, probe: DepthProbe | None) -> Tensor:
         if self.residual == "plain":
             stream = stream.settle()
             assert stream.prefix is not None
