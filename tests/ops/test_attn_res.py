@@ -153,6 +153,22 @@ def test_gradcheck_of_a_block(closed):
     assert torch.autograd.gradcheck(mixes, (*sources, *queries, *weights, *steps, out_norm))
 
 
+def test_means_live_while_the_block_runs_and_while_its_gradients_are_made():
+    sources = [rand(4, 6, seed=s).requires_grad_() for s in range(3)]
+    queries, weights = ([rand(6, seed=s + k) for s in range(3)] for k in (10, 20))
+    block = open_block(sources, queries, weights)
+    out = sum(block.mix(i, rand(4, 6, seed=30))[0].sum() for i in range(3))
+    block.close()
+    assert block.means is None
+    assert block.phase.held is None
+    made = []
+    compute = block.phase.compute
+    block.phase.compute = lambda: made.append(1) or compute()
+    out.backward()
+    assert len(made) == 1
+    assert block.phase.held is None
+
+
 @pytest.mark.parametrize("parts", [("delta",), ("out_norm",), ("delta", "out_norm")])
 def test_gradcheck_of_what_is_fused(parts):
     sources = [rand(5, 6, seed=s).requires_grad_() for s in range(3)]
