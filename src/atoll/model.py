@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, validate_model
+from atoll.nn.block_residual import DepthProbe
 from atoll.nn.cache import Cache, empty_cache
 from atoll.nn.decoder import LanguageModel
 from atoll.nn.delta_attention import DeltaAttention
@@ -130,7 +131,8 @@ class Model(nn.Module):
             cache: from `new_cache`; moved on in place.
             logits: whether to return logits; by default when there are no labels.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
-            record: a dict to fill with probes: "depth_weights", "decay", "load".
+            record: a dict to fill with probes: "depth_weights", "depth_rms" (output and running sum of each sublayer), "decay", "load",
+                and "depth_gradients", RMS at each sublayer's output, NaN until a backward pass.
         """
         self._check(input_ids, labels, cu_seqlens, cache)
         embeds = None
@@ -149,7 +151,7 @@ class Model(nn.Module):
         if cache is not None:
             cache.length += input_ids.shape[1]
         if record is not None:
-            self._finish_probes(record, probe or [], routes)
+            self._finish_probes(record, probe or DepthProbe(), routes)
         loss, count = (None, None) if labels is None else self._loss(hidden, labels, cu_seqlens)
         scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
         return Output(scores, loss, count, cache, [r.ids for r in routes if r.ids is not None])
@@ -203,17 +205,19 @@ class Model(nn.Module):
 
     # -------------------------------------------------- probes
 
-    def _start_probes(self, record: dict[str, Any] | None) -> list[Tensor] | None:
+    def _start_probes(self, record: dict[str, Any] | None) -> DepthProbe | None:
         for module in self.modules():
             if isinstance(module, DeltaAttention):
                 module.probe = None if record is None else []
-        return None if record is None else []
+        return None if record is None else DepthProbe()
 
-    def _finish_probes(self, record: dict[str, Any], mixes: list[Tensor], routes: list[Routing]) -> None:
+    def _finish_probes(self, record: dict[str, Any], depth: DepthProbe, routes: list[Routing]) -> None:
         c = self.config
         names = [f"{i}.{part}" for i in range(c.num_hidden_layers) for part in ("attention", "mlp")] + ["output"]
-        if mixes:  # the first layer's attention reads the embedding alone: no mix
-            record["depth_weights"] = list(zip(names[1:], mixes, strict=True))
+        if depth.weights:  # the first layer's attention reads the embedding alone: no mix
+            record["depth_weights"] = list(zip(names[1:], depth.weights, strict=True))
+        record["depth_rms"] = list(zip(names, depth.outputs, depth.sums, strict=False))
+        record["depth_gradients"] = list(zip(names, depth.gradients, strict=False))
         record["decay"] = []
         for i, layer in enumerate(self.language_model.model.layers):
             mixer = layer.self_attn

@@ -46,7 +46,7 @@ def test_residual_stream(m, io):
     for hook in hooks:
         hook.remove()
     for i, stream in enumerate(seen):
-        assert distance(stream.prefix[0], io[f"hidden_after_layer.{i}"]) < ATOL, i
+        assert distance(stream.settle().prefix[0], io[f"hidden_after_layer.{i}"]) < ATOL, i
 
 
 def test_weights_from_biased_scores(io):

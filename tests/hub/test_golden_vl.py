@@ -56,7 +56,7 @@ def test_the_two_epsilons_are_told_apart(io):
 @pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, None), (torch.float64, EPS32)])
 def test_merged_embeddings_and_logits(io, dtype, eps):
     m, read = build(dtype, eps), []
-    hook = m.language_model.model.layers[0].register_forward_pre_hook(lambda _m, args: read.append(args[0].prefix))
+    hook = m.language_model.model.layers[0].register_forward_pre_hook(lambda _m, args: read.append(args[0].rows()[-1]))
     images = {"pixel_values": io["pixel_values"], "grid_thws": io["grid_thws"]}
     with torch.no_grad():
         out = m(io["input_ids"], **images)

@@ -122,7 +122,7 @@ def test_rows_of_a_batch_take_their_images_in_order():
 
 def test_padding_embeds_to_zero_among_images_and_only_there():
     model, seen = build().eval(), []
-    model.language_model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].prefix[0].detach()))
+    model.language_model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].rows()[-1][0].detach()))
     ids = sentence(text(2), 0, [PAD, 7])
     model(ids, **images((0,)))
     model(sentence([PAD, 7]))

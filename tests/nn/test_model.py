@@ -295,6 +295,8 @@ def test_probes_record_every_mechanism():
     assert [len(w) for _, w in record["depth_weights"]] == [2, 2, 2, 2, 3, 3, 3, 3, 4, 4]
     for _, weights in record["depth_weights"]:
         torch.testing.assert_close(weights.sum(), torch.tensor(1.0), rtol=1e-5, atol=0)
+    assert [name for name, _, _ in record["depth_rms"]] == [f"{i}.{part}" for i in range(5) for part in ("attention", "mlp")]
+    assert all(output > 0 and total > 0 for _, output, total in record["depth_rms"])
     assert [layer for layer, _ in record["decay"]] == [0, 1, 2]
     assert all((g > -5).all() and (g < 0).all() for _, g in record["decay"])
     assert [int(load.sum()) for load in record["load"]] == [50 * 3] * 4

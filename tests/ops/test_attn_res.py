@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from atoll.ops.attn_res import attn_res, attn_res_reference, finished_sources, merge_partial
+from atoll.ops.attn_res import attn_res, attn_res_reference, attn_res_sum, open_block, two_phase_pays
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attn_res"
 
@@ -58,8 +58,8 @@ def ten_layers(t, block, eps, mix):
 def two_phase_mix(rows, query, weight):
     """One query through both phases; with one row only, phase one alone."""
     if len(rows) == 1:
-        return finished_sources(rows, query[None], weight[None]).of(0).mean()
-    return merge_partial(finished_sources(rows[:-1], query[None], weight[None]).of(0), rows[-1], query, weight)
+        return open_block(rows, [query], [weight]).mix(0)[0]
+    return open_block(rows[:-1], [query], [weight]).mix(0, rows[-1])[0]
 
 
 @pytest.mark.parametrize("name", ["schedule_bs3", "schedule_bs4"])
@@ -112,13 +112,124 @@ def test_computes_in_float32_and_returns_the_sources_dtype(dtype):
 def test_two_phases_of_a_whole_block_equal_one_pass():
     sources = [rand(2, 7, 16, seed=s, dtype=torch.float32) * 10 ** (s - 1.0) for s in range(3)]
     queries, weights = rand(6, 16, seed=8, dtype=torch.float32), rand(6, 16, seed=9, dtype=torch.float32)
-    first = finished_sources(sources, queries, weights)
-    torch.testing.assert_close(first.mean()[0], attn_res(sources, queries[0], weights[0]), rtol=1e-6, atol=1e-6)
+    block = open_block(sources, queries.unbind(), weights.unbind())
+    first, none = block.mix(0)
+    assert none is None
+    torch.testing.assert_close(first, attn_res(sources, queries[0], weights[0]), rtol=1e-6, atol=1e-6)
     partial = torch.zeros(2, 7, 16)
     for i in range(1, 6):
-        partial = partial + rand(2, 7, 16, seed=20 + i, dtype=torch.float32)
-        merged = merge_partial(first.of(i), partial, queries[i], weights[i])
+        step = rand(2, 7, 16, seed=20 + i, dtype=torch.float32)
+        merged, total = block.mix(i, partial, delta=step)
+        partial = partial + step
+        assert torch.equal(total, partial)
         torch.testing.assert_close(merged, attn_res([*sources, partial], queries[i], weights[i]), rtol=1e-6, atol=1e-6)
+
+
+def run_block(block, prefix, steps, out_norm):
+    """Mixes of a whole block, each step added to the running sum, every second mix normed."""
+    outs = []
+    for i, step in enumerate([None, *steps]):
+        out, prefix = block.mix(i, prefix if i else None, delta=step if i > 1 else None, out_norm=out_norm if i % 2 else None)
+        prefix = steps[0] if i == 0 else prefix
+        outs.append(out)
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_gradcheck_of_a_block(closed):
+    """Also with the means gone before the gradients come, and a query and a step that two mixes share."""
+    sources = [rand(4, 6, seed=s).requires_grad_() for s in range(3)]
+    queries, weights = ([rand(6, seed=s + k).requires_grad_() for s in range(4)] for k in (10, 20))
+    steps, out_norm = [rand(4, 6, seed=30 + s).requires_grad_() for s in range(3)], rand(6, seed=40).requires_grad_()
+
+    def mixes(*leaves):
+        block = open_block(leaves[:3], leaves[3:7], leaves[7:11])
+        outs = run_block(block, None, leaves[11:14], leaves[14])
+        again = block.mix(1, leaves[11])[0]
+        if closed:
+            block.close()
+        return outs, again
+
+    assert torch.autograd.gradcheck(mixes, (*sources, *queries, *weights, *steps, out_norm))
+
+
+def test_means_live_while_the_block_runs_and_while_its_gradients_are_made():
+    sources = [rand(4, 6, seed=s).requires_grad_() for s in range(3)]
+    queries, weights = ([rand(6, seed=s + k) for s in range(3)] for k in (10, 20))
+    block = open_block(sources, queries, weights)
+    out = sum(block.mix(i, rand(4, 6, seed=30))[0].sum() for i in range(3))
+    block.close()
+    assert block.means is None
+    assert block.phase.held is None
+    made = []
+    compute = block.phase.compute
+    block.phase.compute = lambda: made.append(1) or compute()
+    out.backward()
+    assert len(made) == 1
+    assert block.phase.held is None
+
+
+@pytest.mark.parametrize("parts", [("delta",), ("out_norm",), ("delta", "out_norm")])
+def test_gradcheck_of_what_is_fused(parts):
+    sources = [rand(5, 6, seed=s).requires_grad_() for s in range(3)]
+    vectors = [rand(6, seed=s).requires_grad_() for s in (8, 9, 10)]
+    delta = rand(5, 6, seed=11).requires_grad_()
+
+    def fused(query, weight, out_norm, delta, *sources):
+        given = {name: {"delta": delta, "out_norm": out_norm}[name] for name in parts}
+        return attn_res_sum(sources, query, weight, **given)
+
+    def apart(query, weight, out_norm, delta, *sources):
+        last = sources[-1] + delta if "delta" in parts else sources[-1]
+        out = attn_res_reference([*sources[:-1], last], query, weight)
+        return rms(out, out_norm, 1e-5) if "out_norm" in parts else out, last
+
+    for a, b in zip(fused(*vectors, delta, *sources), apart(*vectors, delta, *sources), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(fused, (*vectors, delta, *sources))
+
+
+@pytest.mark.parametrize("sources", [1, 2, 64])
+@pytest.mark.parametrize("kind", ["norms from 1e-4 to 1e4", "identical", "zero query", "a zero source"])
+def test_hard_sources(kind, sources):
+    """Values and gradients, by the formula in float64."""
+    rows = [rand(7, 12, seed=s) for s in range(sources)]
+    query = rand(12, seed=90) * 0.3
+    if kind == "norms from 1e-4 to 1e4":
+        rows = [r * 10 ** (8 * i / max(1, sources - 1) - 4.0) for i, r in enumerate(rows)]
+    if kind == "identical":
+        rows = [rows[0].clone() for _ in rows]
+    if kind == "a zero source":
+        rows[0] = torch.zeros_like(rows[0])
+    query = query * 0 if kind == "zero query" else query
+    leaves = [t.requires_grad_() for t in (query, rand(12, seed=91), *rows)]
+    up = rand(7, 12, seed=92)
+    outcomes = []
+    for f in (attn_res_reference, attn_res, lambda s, q, w: two_phase_mix(s, q, w)):
+        out = f(leaves[2:], *leaves[:2])
+        outcomes.append([out, *torch.autograd.grad(out, leaves, up)])
+    for other in outcomes[1:]:
+        for a, b in zip(other, outcomes[0], strict=True):
+            assert torch.isfinite(a).all()
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12 * max(1.0, float(b.detach().abs().max())))
+
+
+def test_two_phases_pay_by_bytes():
+    """A block of the blueprint, 24 queries: from three finished sources on, five with float32 means; never for one query alone."""
+    for training in (False, True):
+        assert not two_phase_pays(1, 24, 2, 2, training=training)
+        assert two_phase_pays(3, 24, 2, 2, training=training)
+        assert not any(two_phase_pays(r, 1, 2, 2, training=training) for r in range(1, 10))
+    assert [r for r in range(1, 9) if not two_phase_pays(r, 24, 2, 4, training=False)] == [1, 2, 3, 4]
+
+
+def test_no_tokens():
+    sources, vectors = [torch.zeros(0, 8, requires_grad=True) for _ in range(3)], [rand(8, seed=s, dtype=torch.float32) for s in (1, 2)]
+    query, weight = (v.requires_grad_() for v in vectors)
+    for out in (attn_res(sources, query, weight), two_phase_mix(sources, query, weight)):
+        grads = torch.autograd.grad(out.sum(), [query, *sources])
+        assert out.shape == (0, 8)
+        assert not grads[0].any()
 
 
 def test_bitwise_causal():
@@ -155,3 +266,13 @@ def test_refuses_what_does_not_fit():
     for sources, query, weight in (([], v, v), ([x, x[:2]], v, v), ([x, x.double()], v, v), ([x], v[:3], v[:3]), ([x], v, v[:3])):
         with pytest.raises(ValueError, match="must"):
             attn_res(sources, query, weight)
+        with pytest.raises(ValueError, match="must"):
+            open_block(sources, [query], [weight])
+    with pytest.raises(ValueError, match="must"):
+        attn_res_sum([x], v, v, delta=x[:2])
+    with pytest.raises(ValueError, match="must"):
+        attn_res([x], v, v, out_norm=v[:3])
+    with pytest.raises(ValueError, match="as many"):
+        open_block([x], [v, v], [v])
+    with pytest.raises(ValueError, match="must"):
+        open_block([x], [v], [v]).mix(0, x[:2])

@@ -81,6 +81,7 @@ def probe(model, t, rng):
         "load": [rng.poisson(mean * skew[i] / skew[i].mean()).tolist() for i in layers if not model.is_dense(i)],
         "decay": [[i, log_decays(t, i / len(layers), rng)] for i in layers if model.is_kda(i)],
         "depth_weights": depth_weights(model, t, rng),
+        "depth_rms": [[f"{i}.{part}", *rng.lognormal(0, 0.2, 2).tolist()] for i in layers for part in ("attention", "mlp")],
     }
 
 

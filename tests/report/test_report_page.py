@@ -173,7 +173,7 @@ def test_a_model_without_some_mechanisms_has_a_shorter_page(tmp_path):
     run = write_run(tmp_path / "r", steps=10, probes=1, **overrides)
     probe = next((run / "probes").iterdir())
     probe.write_text(json.dumps({"load": [], "decay": json.loads(probe.read_text())["decay"]}))
-    assert drawn(run) == {p.name for p in plots.PLOTS} - {"expert_load", "depth_weights", "balance"}
+    assert drawn(run) == {p.name for p in plots.PLOTS} - {"expert_load", "depth_weights", "depth_growth", "balance"}
     text = html_of(run)
     assert "No probe of the weights over depth." in text
     assert "<td>attention residual</td>" not in text

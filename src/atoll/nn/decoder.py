@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atoll.config import BalanceConfig, ModelConfig
-from atoll.nn.block_residual import Stream, mix
+from atoll.nn.block_residual import DepthProbe, Reader, Schedule, Stream, read
 from atoll.nn.cache import Cache, DeltaState, LatentState
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_attention import LatentAttention
@@ -99,26 +99,39 @@ class DecoderLayer(nn.Module):
         cache: DeltaState | LatentState | None = None,
         mask: Tensor | None = None,
         routing: Routing | None = None,
-        probe: list[Tensor] | None = None,
+        probe: DepthProbe | None = None,
     ) -> Stream:
-        h = self._read(stream, "self_attention", probe)
-        if self.mode == "full" or (self.mode == "block" and self.starts_block):
-            stream = stream.close()
-        stream = stream.add(self.self_attn(self.input_layernorm(h), cu_seqlens=cu_seqlens, cache=cache))
-        h = self.post_attention_layernorm(self._read(stream, "mlp", probe))
+        h, stream = self._read(stream, "self_attention", self.input_layernorm, probe)
+        stream = _add(stream, self.self_attn(h, cu_seqlens=cu_seqlens, cache=cache), probe)
+        h, stream = self._read(stream, "mlp", self.post_attention_layernorm, probe)
+        if self.mlp is not None:
+            return _add(stream, self.mlp(h), probe)
+        assert self.block_sparse_moe is not None
+        return _add(stream, self.block_sparse_moe(h, mask=mask, routing=routing), probe)
+
+    def readers(self) -> list[Reader]:
+        """Where this layer reads over depth, in order."""
+        if self.mode == "plain":
+            return []
+        parts = ("self_attention", "mlp")
+        return [Reader(getattr(self, f"{p}_res_norm").weight, getattr(self, f"{p}_res_proj").weight, self.eps) for p in parts]
+
+    def _read(self, stream: Stream, sublayer: str, norm: RMSNorm, probe: DepthProbe | None) -> tuple[Tensor, Stream]:
+        """What the sublayer reads, normed."""
+        if self.mode == "plain":
+            stream = stream.settle()
+            assert stream.prefix is not None
+            return norm(stream.prefix), stream
         if self.mode == "full":
             stream = stream.close()
-        if self.mlp is not None:
-            return stream.add(self.mlp(h))
-        assert self.block_sparse_moe is not None
-        return stream.add(self.block_sparse_moe(h, mask=mask, routing=routing))
+        reader = self.readers()[sublayer == "mlp"]
+        return read(stream, reader, out_norm=norm.weight, out_eps=norm.eps, probe=probe)
 
-    def _read(self, stream: Stream, sublayer: str, probe: list[Tensor] | None) -> Tensor:
-        if self.mode == "plain":
-            assert stream.prefix is not None
-            return stream.prefix
-        norm, query = getattr(self, f"{sublayer}_res_norm"), getattr(self, f"{sublayer}_res_proj")
-        return mix(stream, norm.weight, query.weight, self.eps, probe)
+
+def _add(stream: Stream, x: Tensor, probe: DepthProbe | None) -> Stream:
+    if probe is not None:
+        probe.see(stream, x)
+    return stream.add(x)
 
 
 class Decoder(nn.Module):
@@ -128,6 +141,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.residual, self.eps = c.residual, c.rms_norm_eps
         self.gradient_checkpointing = False
+        self.schedule: Schedule = "auto"  # how the mixes of a block are made; see Stream.close
+        self.partial_dtype: torch.dtype | None = None  # of two-phase mixes that wait for their turn; the stream's by default
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, **factory)
         self.layers = nn.ModuleList(DecoderLayer(c, i, balance, **factory) for i in range(c.num_hidden_layers))
         if c.residual != "plain":
@@ -143,13 +158,15 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         mask: Tensor | None = None,
         routing: list[Routing] | None = None,
-        probe: list[Tensor] | None = None,
+        probe: DepthProbe | None = None,
         embeds: Tensor | None = None,
     ) -> Tensor:
         """`embeds` [B,T,D] stands in for the embedding of `input_ids`: features of images among it."""
         stream = Stream((), self.embed_tokens(input_ids) if embeds is None else embeds)
         routes = iter(routing or [])
         for i, layer in enumerate(self.layers):
+            if self.residual == "block" and layer.starts_block:
+                stream = stream.close(self._readers(i), schedule=self.schedule, partial_dtype=self.partial_dtype)
             call = {
                 "cu_seqlens": cu_seqlens,
                 "cache": None if cache is None else cache.layers[i],
@@ -158,7 +175,14 @@ class Decoder(nn.Module):
                 "probe": probe,
             }
             stream = self._recomputed(layer, stream, call) if self._recompute(cache) else layer(stream, **call)
-        return self.norm(self._output(stream, probe))
+        return self._output(stream, probe)
+
+    def _readers(self, first: int) -> list[Reader]:
+        """The readers of the block that starts at layer `first`, the output's at the last."""
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        end = next((i for i in range(first + 1, len(layers)) if layers[i].starts_block), None)
+        readers = [r for layer in layers[first:end] for r in layer.readers()]
+        return readers if end is not None else [*readers, self.output_reader()]
 
     def _recompute(self, cache: Cache | None) -> bool:
         return self.gradient_checkpointing and self.training and cache is None and torch.is_grad_enabled()
@@ -171,11 +195,18 @@ class Decoder(nn.Module):
         assert isinstance(out, Stream)
         return out
 
-    def _output(self, stream: Stream, probe: list[Tensor] | None) -> Tensor:
+    def output_reader(self) -> Reader:
+        return Reader(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight, self.eps)
+
+    def _output(self, stream: Stream, probe: DepthProbe | None) -> Tensor:
         if self.residual == "plain":
+            stream = stream.settle()
             assert stream.prefix is not None
-            return stream.prefix
-        return mix(stream, self.output_attn_res_norm.weight, self.output_attn_res_proj.weight, self.eps, probe)
+            return self.norm(stream.prefix)
+        out, stream = read(stream, self.output_reader(), out_norm=self.norm.weight, out_eps=self.norm.eps, probe=probe)
+        if stream.block is not None:
+            stream.block.close()
+        return out
 
 
 class LanguageModel(nn.Module):

@@ -174,6 +174,31 @@ def _write_cells(axes: Any, table: np.ndarray, look: Look) -> None:
         axes.text(j, i, f"{table[i, j]:.2f}", ha="center", va="center", color=colour, fontsize="small" if len(table) <= 12 else "x-small")
 
 
+def growth(probe: Line) -> list[tuple[str, float, float]]:
+    """(sublayer, RMS of its output, RMS of the running sum with it), first to last."""
+    return [(str(name), number(output), number(total)) for name, output, total in probe.get("depth_rms") or []]
+
+
+def depth_growth(figure: Any, run: Run, look: Look) -> None:
+    """Size of what sublayers write and of the sum they write to, over depth, at the last probe; the first probe's outputs faint."""
+    shown = [(step, growth(probe)) for step, probe in run.probes if growth(probe)]
+    axes = figure.subplots()
+    step, rows = shown[-1]
+    places = range(len(rows))
+    axes.plot(places, [total for _, _, total in rows], color=look.orange, marker="o", markersize=3.5)
+    axes.plot(places, [output for _, output, _ in rows], color=look.blue, marker="o", markersize=3.5)
+    if len(shown) > 1 and not look.compact:
+        axes.plot(places, [output for _, output, _ in shown[0][1]], color=look.blue, alpha=0.35)
+    axes.set_yscale("log")
+    plain_log(axes.yaxis, 6)
+    marks = even(len(rows), 8)
+    axes.set_xticks(marks, [short_mix(rows[i][0]) for i in marks], fontsize="small")
+    axes.set_xlabel("layer and its sublayer")
+    axes.set_ylabel("root mean square")
+    axes.set_title("Growth over depth" if look.compact else f"Growth over depth, step {step:,}", pad=8)
+    end_labels(axes, [(rows[-1][2], "running sum", look.orange), (rows[-1][1], "output", look.blue)])
+
+
 # ---------------------------------------------------------------- decay
 
 

@@ -76,6 +76,9 @@ MECHANISMS = (
     Plot("depth_weights", "Depth attention", mechanisms.depth_weights, _probed(mechanisms.mixes), "No probe of the weights over depth.",
          "Rows start uniform and part: most mixes favour the latest source, while some keep a share for the embedding or an early block.",
          _depth_height),
+    Plot("depth_growth", "Growth over depth", mechanisms.depth_growth, _probed(mechanisms.growth), "No probe of the sizes over depth.",
+         "Outputs stay within a small factor of each other from the first layer to the last; a plain residual's sum grows with depth, and "
+         "outputs with it, a block's starts anew."),
     Plot("decay", "Decay", mechanisms.decay, _probed(mechanisms.half_lives), "No probe of the decay yet.",
          "Half-lives spread over decades: some channels forget within a token, some keep hundreds; a pile at the bound or one narrow peak "
          "means that the gate is not used.", _decay_height),

@@ -1,95 +1,128 @@
-"""The mix with its gradients by hand: sources are never stacked, and only they and three numbers a source and token are kept."""
+"""The mix in plain torch with its gradients by hand, on [N, D] rows: sources are never stacked, nothing is kept but what came in.
+
+The twin of `mix_launch.py`, argument by argument: `mean` and `lse` are one more row, the finished sources already mixed
+(`two_phase.py`), whose score is `lse`; `delta` is added to the last source first; `out_norm` is the weight of an RMSNorm after.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from atoll.ops.attn_res.mix_launch import MixGradients
 from atoll.ops.situ import wide
 
 
-def check(sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor) -> None:
-    """ValueError unless there are sources of one shape [..., D] and dtype, and the vectors end in D."""
-    if not sources or any(s.shape != sources[0].shape or s.dtype != sources[0].dtype for s in sources):
-        raise ValueError(f"sources must be one or more tensors of one shape and dtype, not {[(tuple(s.shape), s.dtype) for s in sources]}")
-    width = sources[0].shape[-1:]
-    if query.shape[-1:] != width or norm_weight.shape != query.shape:
-        raise ValueError(f"query {list(query.shape)} and norm_weight {list(norm_weight.shape)} must fit sources of width {width[0]}")
-
-
-def flatten(source: Tensor) -> Tensor:
-    """[..., D] -> [N, D] in at least float32."""
-    return source.reshape(-1, source.shape[-1]).to(wide(source.dtype))
-
-
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean x² + eps) of each row of [N, D], outside autograd."""
+    """1 / sqrt(mean x² + eps) of each row of [N, D]."""
     norm = torch.linalg.vector_norm(x, dim=-1)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return norm.square_().div_(max(x.shape[-1], 1)).add_(eps).rsqrt_()
 
 
-class _Mix(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, norm_weight: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
-        dtype = wide(sources[0].dtype)
-        v = query.to(dtype) * norm_weight.to(dtype)
-        rows = [flatten(s) for s in sources]
-        scale = torch.stack([inverse_rms(x, eps) for x in rows])
-        dot = torch.stack([x @ v for x in rows])
-        p = (scale * dot).softmax(0)
-        out = rows[0] * p[0, :, None]
-        for x, weight in zip(rows[1:], p[1:], strict=True):
-            out.addcmul_(x, weight[:, None])
-        ctx.save_for_backward(query, norm_weight, scale, dot, p, *sources)
-        depth = p.view(len(sources), *sources[0].shape[:-1])
-        ctx.mark_non_differentiable(depth)
-        return out.view(sources[0].shape).to(sources[0].dtype), depth
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, norm_weight, scale, dot, p, *sources = ctx.saved_tensors
-        d_out = flatten(grads[0])
-        q, w = query.to(d_out.dtype), norm_weight.to(d_out.dtype)
-        v = q * w
-        rows = [flatten(s) for s in sources]
-        d_p = torch.stack([torch.linalg.vecdot(d_out, x) for x in rows])
-        d_score = p * (d_p - (p * d_p).sum(0))
-        along_v = d_score * scale  # of d score / d x = scale v - scale³ dot x / D, the two factors
-        along_x = along_v * scale.square() * dot / -v.numel()
-        d_v = sum(a @ x for a, x in zip(along_v, rows, strict=True))
-        d_sources = []
-        for x, source, weight, a, b in zip(rows, sources, p, along_v, along_x, strict=True):
-            d_x = (d_out * weight[:, None]).addcmul_(x, b[:, None]).addcmul_(a[:, None], v)
-            d_sources.append(d_x.view(source.shape).to(source.dtype))
-        return (d_v * w).to(query.dtype), (d_v * q).to(norm_weight.dtype), None, *d_sources
+class _Mixed(NamedTuple):
+    rows: list[Tensor]  # sources, then the carried mean, in at least float32
+    scale: Tensor  # [R, N]
+    score: Tensor  # [R, N]
+    p: Tensor  # [rows, N]
+    keys: Tensor  # [D], query * norm
 
 
-@overload
-def attn_res(
-    sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float = 1e-5, *, return_weights: Literal[False] = False
-) -> Tensor: ...
-@overload
-def attn_res(
-    sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float = 1e-5, *, return_weights: Literal[True]
-) -> tuple[Tensor, Tensor]: ...
-def attn_res(
-    sources: Sequence[Tensor], query: Tensor, norm_weight: Tensor, eps: float = 1e-5, *, return_weights: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """sum_r p_r sources[r], p = softmax over r of <sources[r] / sqrt(mean sources[r]² + eps) * norm_weight, query>, token by token.
+def _weigh(sources: list[Tensor], mean: Tensor | None, lse: Tensor | None, query: Tensor, norm: Tensor, eps: float) -> _Mixed:
+    like = sources[0] if sources else mean
+    assert like is not None
+    dtype = wide(like.dtype)
+    keys = query.to(dtype) * norm.to(dtype)
+    rows = [s.to(dtype) for s in sources]
+    empty = keys.new_empty(0, like.shape[0])
+    scale = torch.stack([inverse_rms(x, eps) for x in rows]) if rows else empty
+    score = scale * torch.stack([x @ keys for x in rows]) if rows else empty
+    carried = [] if mean is None else [mean.to(dtype)]
+    mixed = _Mixed([*rows, *carried], scale, score, score, keys)
+    return mixed._replace(p=_all_scores(mixed, lse).softmax(0))
 
-    sources: list of R tensors [..., D] of one dtype (any order gives the same value up to rounding); query, norm_weight [D]
-    -> [..., D] in the sources' dtype, computed in at least float32. No 1/sqrt(D); a zero query is the plain average.
-    `return_weights=True` also returns p [R, ...] (no gradient). Differentiable once, in all inputs; keeps the sources, not copies.
-    A token's result depends on its own rows only. Source: Attention Residuals, arXiv 2603.15031; Kimi K3 report, eq. 8-10.
-    Raises ValueError when shapes or dtypes do not fit.
-    """
-    check(sources, query, norm_weight)
-    if query.dim() != 1:
-        raise ValueError(f"query must be [D], not {list(query.shape)}")
-    out, weights = _Mix.apply(query, norm_weight, eps, *sources)  # type: ignore[misc]
-    return (out, weights) if return_weights else out
+
+def _all_scores(mixed: _Mixed, lse: Tensor | None) -> Tensor:
+    return mixed.score if lse is None else torch.cat([mixed.score, lse.to(mixed.score.dtype)[None]])
+
+
+def _average(rows: list[Tensor], p: Tensor) -> Tensor:
+    out = rows[0] * p[0, :, None]
+    for x, weight in zip(rows[1:], p[1:], strict=True):
+        out.addcmul_(x, weight[:, None])
+    return out
+
+
+def mix_forward_torch(
+    sources: list[Tensor],
+    delta: Tensor | None,
+    mean: Tensor | None,
+    lse: Tensor | None,
+    query: Tensor,
+    norm: Tensor,
+    out_norm: Tensor | None,
+    eps: float,
+    out_eps: float,
+    dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `mix_launch.mix_forward`."""
+    like = sources[0] if sources else mean
+    assert like is not None
+    last = like.new_empty(0) if delta is None else sources[-1] + delta
+    if delta is not None:
+        sources = [*sources[:-1], last]
+    mixed = _weigh(sources, mean, lse, query, norm, eps)
+    h = _average(mixed.rows, mixed.p)
+    out_lse = _all_scores(mixed, lse).logsumexp(0) if keep else h.new_empty(0)
+    if out_norm is None:
+        return h.to(dtype), last, out_lse
+    # the release casts to the input's dtype before it multiplies by the weight
+    return ((h * inverse_rms(h, out_eps)[:, None]).to(dtype) * out_norm).to(dtype), last, out_lse
+
+
+def mix_backward_torch(
+    d_out: Tensor,
+    d_last: Tensor | None,
+    d_out_lse: Tensor | None,
+    sources: list[Tensor],
+    mean: Tensor | None,
+    lse: Tensor | None,
+    query: Tensor,
+    norm: Tensor,
+    out_norm: Tensor | None,
+    eps: float,
+    out_eps: float,
+    into: Tensor | None = None,
+) -> MixGradients:
+    """As `mix_launch.mix_backward`; the formula stands in `mix_kernels.mix_back_kernel`."""
+    rows, scale, score, p, keys = _weigh(sources, mean, lse, query, norm, eps)
+    d_h = d_out.to(keys.dtype)
+    d_out_norm = keys.new_empty(0)
+    if out_norm is not None:
+        h = _average(rows, p)
+        rstd = inverse_rms(h, out_eps)
+        d_out_norm = (d_h * h * rstd[:, None]).sum(0).to(out_norm.dtype)
+        d_h = d_h * out_norm * rstd[:, None]
+        d_h.addcmul_(h, (torch.linalg.vecdot(d_h, h) * rstd.square() / -keys.numel())[:, None])
+    d_p = torch.stack([torch.linalg.vecdot(d_h, x) for x in rows])
+    inner = (p * d_p).sum(0)
+    d_score = p * (d_p - (inner if d_out_lse is None else inner - d_out_lse))
+    along_keys = d_score[: len(sources)] * scale  # of d score / d x = scale keys - scale² score x / D, the two factors
+    along_x = along_keys * scale * score / -keys.numel()
+    d_keys = torch.zeros_like(keys)
+    d_sources = []
+    for i, (x, source) in enumerate(zip(rows, sources, strict=False)):
+        d_keys += along_keys[i] @ x
+        d_x = (d_h * p[i, :, None]).addcmul_(x, along_x[i, :, None]).addcmul_(along_keys[i, :, None], keys)
+        if d_last is not None and i == len(sources) - 1:
+            d_x += d_last
+        d_sources.append(d_x.to(source.dtype))
+    d_mean, d_lse = keys.new_empty(0), keys.new_empty(0)
+    if mean is not None and lse is not None:
+        d_mean, d_lse = (d_h * p[-1, :, None]).to(mean.dtype), d_score[-1].to(lse.dtype)
+        d_mean = d_mean if into is None else into.copy_(d_mean)
+    return MixGradients(
+        d_sources, d_mean, d_lse, (d_keys * norm).to(query.dtype), (d_keys * query).to(norm.dtype), d_out_norm
+    )  # fmt: skip

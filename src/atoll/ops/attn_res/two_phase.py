@@ -1,57 +1,55 @@
-"""The mix in two phases: all queries of a block on the finished sources at once, then each with the block's running sum.
-
-Queries do not depend on activations, so the finished sources are read once a block instead of once a sublayer. The halves join
-as softmax's do (online softmax). Source: Attention Residuals, arXiv 2603.15031, algorithm 1.
-"""
+"""Phase one in plain torch: all queries of a block on its finished sources, and the gradients of both. The twin of `block_launch.py`."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from atoll.ops.attn_res.one_pass import check, flatten
+from atoll.ops.attn_res.block_launch import PhaseOne
+from atoll.ops.attn_res.one_pass import inverse_rms
+from atoll.ops.situ import wide
 
 
-class Finished(NamedTuple):
-    """Phase one of Q queries: the running maximum and sum of exp(score - peak), and the sum of exp(score - peak) * source."""
-
-    peak: Tensor  # [Q, ...]
-    total: Tensor  # [Q, ...]
-    value: Tensor  # [Q, ..., D]
-
-    def of(self, query: int) -> Finished:
-        """The part of one query, without the leading Q."""
-        return Finished(*(t[query] for t in self))
-
-    def mean(self) -> Tensor:
-        """The mix over the finished sources alone, as a block's first sublayer sees it: [..., D] per query, in at least float32."""
-        return self.value / self.total[..., None]
-
-
-def finished_sources(sources: Sequence[Tensor], queries: Tensor, norm_weights: Tensor, eps: float = 1e-5) -> Finished:
-    """Phase one: sources as in `attn_res`, queries and norm_weights [Q, D] -> `Finished` of [Q, ...], in at least float32."""
-    check(sources, queries, norm_weights)
-    rows = [flatten(s) for s in sources]
-    keys = (queries.to(rows[0].dtype) * norm_weights.to(rows[0].dtype)).T
-    scores = torch.stack([(x @ keys) * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) for x in rows])  # [R, N, Q]
-    peak = scores.amax(0)
-    e = (scores - peak).exp()
-    value = sum(w.T[..., None] * x for w, x in zip(e, rows, strict=True))  # [Q, N, D]
-    assert isinstance(value, Tensor)
-    lead = sources[0].shape[:-1]
-    return Finished(peak.T.reshape(-1, *lead), e.sum(0).T.reshape(-1, *lead), value.reshape(-1, *lead, value.shape[-1]))
+def phase_one_torch(
+    sources: list[Tensor],
+    queries: list[Tensor],
+    norms: list[Tensor],
+    eps: float,
+    partial_dtype: torch.dtype,
+    mean: Tensor | None = None,
+) -> PhaseOne:
+    """As `block_launch.phase_one`."""
+    dtype = wide(sources[0].dtype)
+    keys = torch.stack([q.to(dtype) * w.to(dtype) for q, w in zip(queries, norms, strict=True)])
+    rows = [s.to(dtype) for s in sources]
+    scales = torch.stack([inverse_rms(x, eps) for x in rows])
+    scores = torch.stack([x @ keys.T for x in rows]) * scales[..., None]
+    weights = scores.softmax(0)
+    if mean is None:
+        mean = sources[0].new_empty(len(queries), *sources[0].shape, dtype=partial_dtype)
+    for i in range(len(queries)):
+        out = rows[0] * weights[0, :, i, None]
+        for x, p in zip(rows[1:], weights[1:], strict=True):
+            out.addcmul_(x, p[:, i, None])
+        mean[i] = out
+    return PhaseOne(mean, scores.logsumexp(0).T.contiguous(), scores, weights, scales, keys[None])
 
 
-def merge_partial(finished: Finished, partial: Tensor, query: Tensor, norm_weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """Phase two of one query: join `finished.of(i)` with the running sum partial [..., D] -> the mix [..., D] in partial's dtype."""
-    check([partial], query, norm_weight)
-    x = flatten(partial)
-    score = (x @ (query.to(x.dtype) * norm_weight.to(x.dtype))) * torch.rsqrt(x.square().mean(-1) + eps)
-    before = finished.peak.reshape(-1)
-    peak = torch.maximum(before, score)
-    old, new = (before - peak).exp(), (score - peak).exp()
-    value = old[:, None] * finished.value.reshape(x.shape) + new[:, None] * x
-    return (value / (old * finished.total.reshape(-1) + new)[:, None]).view(partial.shape).to(partial.dtype)
+def phase_one_backward_torch(d_mean: Tensor, d_lse: Tensor, sources: list[Tensor], held: PhaseOne) -> tuple[Tensor, Tensor]:
+    """As `block_launch.phase_one_backward`; the formula stands in `block_kernels.scores_back_kernel`."""
+    keys, p = held.keys[0], held.weights
+    rows = [s.to(keys.dtype) for s in sources]
+    ups = [up.to(keys.dtype) for up in d_mean]
+    reach = torch.stack([torch.stack([torch.linalg.vecdot(up, x) for up in ups], -1) for x in rows])  # [R, N, Q]
+    d_score = p * (reach - (p * reach).sum(0) + d_lse.T)
+    along = d_score * held.scales[..., None]
+    own = (along * held.scores).sum(-1) * held.scales / -keys.shape[-1]
+    d_keys = torch.zeros_like(keys)
+    d_sources = torch.empty(len(sources), *sources[0].shape, dtype=sources[0].dtype, device=sources[0].device)
+    for r, x in enumerate(rows):
+        d_keys.addmm_(along[r].T, x)
+        d_x = (along[r] @ keys).addcmul_(x, own[r, :, None])
+        for i, up in enumerate(ups):
+            d_x.addcmul_(up, p[r, :, i, None])
+        d_sources[r] = d_x
+    return d_sources, d_keys

@@ -32,7 +32,8 @@ class Probes(Callback):
 
 @torch.no_grad()
 def look(trainer: Trainer) -> dict[str, Any]:
-    """{"depth_weights": [[name, weights]], "decay": [[layer, log decays]], "load": [[tokens an expert]]}, plain numbers."""
+    """{"depth_weights": [[name, weights]], "depth_rms": [[sublayer, of its output, of the running sum]], "decay": [[layer, log decays]],
+    "load": [[tokens an expert]]}, plain numbers."""
     length = trainer.stages[0].length
     batch = make_batch(Sampler(trainer.corpus.heldout, length, 0), 0, max(1, TOKENS // length))
     seen: dict[str, Any] = {}
@@ -46,6 +47,7 @@ def look(trainer: Trainer) -> dict[str, Any]:
     trainer.model.train()
     return {
         "depth_weights": [[name, _numbers(weights)] for name, weights in seen.get("depth_weights", [])],
+        "depth_rms": [[name, *_numbers(torch.stack(sizes))] for name, *sizes in seen.get("depth_rms", [])],
         "decay": [[layer, _numbers(_thinned(g))] for layer, g in seen.get("decay", [])],
         "load": [counts.tolist() for counts in seen.get("load", [])],
     }
