@@ -14,6 +14,7 @@ from atoll.data import Corpus, open_corpus
 from atoll.data.packing import ConversationSampler, open_sampler
 from atoll.optim.schedule import factor
 from atoll.train import budget, checkpoint, folder, initial, setup
+from atoll.train.balance import balance_line
 from atoll.train.callbacks import Callback, standard
 from atoll.train.finish import finish
 from atoll.train.guard import Guard
@@ -145,9 +146,8 @@ class Trainer:
             )
 
     def _line(self, result: StepResult, stage: Stage, loss: float, norm: float, skipped: bool, seconds: float) -> dict[str, Any]:
-        o, experts = self.config.optim, self.config.model.num_experts
+        o = self.config.optim
         number = self._reported = self._reported + 1
-        vio, dead = result.balance["max_vio"], result.balance["dead"]
         return {
             "step": number,
             "stage": stage.name,
@@ -158,9 +158,7 @@ class Trainer:
             "tokens_per_second": stage.tokens / max(seconds, 1e-9),
             "lr": o.lr * self.learning_rate(number - 1, o.warmup, o.min_lr),
             "grad_norm": norm,
-            "max_vio": max(vio, default=0.0),
-            "max_vio_mean": sum(vio) / max(1, len(vio)),
-            "dead_experts": round(sum(dead) * experts),
+            **balance_line(result.balance, self.config),
             "skipped": skipped,
         }
 
@@ -172,7 +170,9 @@ class Trainer:
         optim = {f"optim.{n}": t for n, t in self.optimizer.state().items()}
         guard = {f"guard.{n}": t for n, t in self.guard.state().items()}
         rng = {f"rng.{n}": t for n, t in checkpoint.rng_state(self.device).items()}
-        return {**model, **optim, **guard, **rng}
+        # Between steps no counts are left: they span no checkpoint. What a rule carries from step to step does.
+        balance = {f"balance.{n}": t for n, t in self.model.balance_state().items()}
+        return {**model, **optim, **guard, **rng, **balance}
 
     def meta(self) -> dict[str, Any]:
         """Everything a checkpoint holds that is not a tensor."""
