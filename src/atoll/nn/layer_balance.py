@@ -153,7 +153,7 @@ class LayerBalance(nn.Module):
     def set_share(self, tally: Tally, skip: Tensor | None) -> None:
         """Remember the pooled load for the next step's auxiliary loss."""
         total = tally.load.sum()
-        put(self.share, torch.where(total > 0, tally.load / total.clamp(min=1), self.share), skip)
+        put(self.share, torch.where(total > 0, (tally.load.double() / total.clamp(min=1)).to(self.share), self.share), skip)
 
     # -------------------------------------------------- saved
 
