@@ -39,6 +39,7 @@ def page(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
         _samples(run),
         "<h2>Mechanisms</h2>",
         *(_figure(p, pictures) for p in MECHANISMS),
+        _loads(run),
         "<h2>Health of the run</h2>",
         *(_figure(p, pictures) for p in HEALTH),
         _validations(run),
@@ -203,6 +204,36 @@ def _validations(run: Run) -> str:
     shown = [run.validations[i] for i in even(len(run.validations), 40)]
     table = _table(("step", "held-out bits per byte"), [(f"{v['step']:,}", f"{number(v.get('bits_per_byte')):.4f}") for v in shown])
     return f"<details><summary>Validations, as numbers</summary>\n{table}</details>"
+
+
+LOADS = (
+    ("max_vio", "MaxVio of the worst layer: busiest expert's load over the mean, less 1"),
+    ("max_vio_mean", "MaxVio, mean over layers"),
+    ("max_load", "tokens of the busiest expert"),
+    ("mean_load", "tokens of the mean expert"),
+    ("dead_share", "share of experts without a token"),
+    ("dropped_share", "share of choices dropped over capacity"),
+    ("bare_tokens", "tokens left with the shared experts alone, over all layers"),
+    ("balance_loss", "auxiliary loss, over all layers"),
+)
+
+
+def _loads(run: Run) -> str:
+    """How level the experts were at first and at last, as numbers: medians over a tenth of the steps."""
+    if not run.has_experts:
+        return ""
+    few = max(1, len(run.steps) // 10)
+    rows = []
+    for name, meaning in LOADS:
+        values = np.array([number(line.get(name)) for line in run.steps])
+        if np.isfinite(values).any():
+            cells = [part[np.isfinite(part)] for part in (values[:few], values[-few:])]
+            rows.append((meaning, *(f"{np.median(c):.4g}" if len(c) else "" for c in cells)))
+    if not rows:
+        return ""
+    table = _table(("in training", f"first {few:,} steps", f"last {few:,}"), rows)
+    kind = text(run.config.balance.kind)
+    return f'<details><summary>Balance, as numbers (rule "{kind}")</summary>\n{table}</details>'
 
 
 def _parameters(run: Run) -> str:
