@@ -264,7 +264,7 @@ def test_resume_in_the_middle_of_accumulation_is_exact(config):
     resumed.load_state_dict(weights)
     again = Balancer(resumed)
     again.load_state(saved)
-    for moe, balancer in ((straight, runs["straight"]), (resumed, again)):
+    for moe in (straight, resumed):
         call(moe, inputs(12))
         call(moe, inputs(13))
     assert runs["straight"].step() == again.step()

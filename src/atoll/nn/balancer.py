@@ -87,7 +87,9 @@ class Balancer:
             new = None if tally is None else layer.balance.solve(tally, layer.gate.e_score_correction_bias)
             if new is not None:
                 layer.balance.pending.copy_(new)
-                layer.balance.due.copy_(1 if skip is None else skip <= 0)
+                layer.balance.due.fill_(1)
+                if skip is not None:
+                    layer.balance.due.mul_(skip <= 0)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint needs beside the model's state_dict, by name: between steps nothing, but for "aux" and asynchronous rules; in

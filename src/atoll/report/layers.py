@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def by_columns(values: np.ndarray, most: int = COLUMNS) -> np.ndarray:
     """[steps, layers] as [layers, at most `most`]: means over equal runs of steps."""
     edges = np.linspace(0, len(values), min(len(values), most) + 1).astype(int)
     with np.errstate(invalid="ignore"):
-        parts = [values[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        parts = [values[a:b] for a, b in pairwise(edges)]
         return np.stack([np.where(np.isfinite(p).any(0), np.nansum(p, 0) / np.isfinite(p).sum(0).clip(1), np.nan) for p in parts], 1)
 
 

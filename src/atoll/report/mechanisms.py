@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from atoll.report import layers
 from atoll.report.curves import base, column, curve
+from atoll.report.layers import draw_extra, extras
 from atoll.report.look import LIGHT, Look, diverging, end_labels, plain_log, rising, thousands
 from atoll.report.run import Line, Run, number, total
 from atoll.report.series import median, thin
@@ -91,7 +91,7 @@ def balance(figure: Any, run: Run, look: Look) -> None:
     """Worst overload and number of experts without a token, at every step; and what the rule pays for it, where it does."""
     steps, worst = column(run, "max_vio")
     dead = np.array([total(line.get("dead_experts")) for line in run.steps])
-    paid = [] if look.compact else layers.extras(run)
+    paid = [] if look.compact else extras(run)
     rows = figure.subplots(2 + len(paid), 1, sharex=True, height_ratios=(3, 2) if look.compact else (1,) * (2 + len(paid)))
     upper, lower = rows[:2]
     upper.set_title("Balance of the experts")
@@ -124,7 +124,7 @@ def balance(figure: Any, run: Run, look: Look) -> None:
         last = dead[np.isfinite(dead)][-1]
         end_labels(lower, [(float(last), f"{last:,.0f}", look.orange)])
     for above, axes, (name, label) in zip(rows[1:], rows[2:], paid, strict=False):
-        layers.draw_extra(axes, run, look, name, label)
+        draw_extra(axes, run, look, name, label)
         above.set_xlabel("")
         above.tick_params(labelbottom=False)
 

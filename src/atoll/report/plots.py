@@ -75,8 +75,8 @@ MECHANISMS = (
          "goes without a token.", lambda run: 4.8 + 1.7 * len(layers.extras(run))),
     Plot("layer_load", "Load by layer", layers.layer_load, lambda run: run.has_experts and layers.has_load_map(run),
          "No step has said the load of its layers.",
-         "Both maps fade to the colour of level within the first steps and stay there; a row that stays coloured is a layer the rule cannot "
-         "hold, a column is a step whose batch was unlike the others.", layers.height),
+         "Both maps fade to the colour of level within the first steps and stay there; a row that stays coloured is a layer that the rule "
+         "cannot hold, a column is a step whose batch was unlike the others.", layers.height),
     Plot("depth_weights", "Depth attention", mechanisms.depth_weights, _probed(mechanisms.mixes), "No probe of the weights over depth.",
          "Rows start uniform and part: most mixes favour the latest source, while some keep a share for the embedding or an early block.",
          _depth_height),
