@@ -39,10 +39,9 @@ def _head(plan: Plan, result: dict[str, Any]) -> str:
     meanings = [f"<code>{text(v.key)}</code>: {text(_meaning(plan, v.key))}" for v in plan.vary]
     failed = [f"{row['value']}, seed {row['seed']}: {row['failed']}" for row in result["runs"] if "failed" in row]
     notes = "".join(f'<p class="note">{text(note)}</p>' for note in failed)
-    return (
-        f'<header>\n<h1>{text(plan.name)}, by {text(keys)}</h1>\n<p class="lead">{"; ".join(meanings)}. Every value was trained with the same '
-        f'seeds: with one seed all values see the same samples in the same order.</p>\n<dl class="facts">{items}</dl>\n{notes}</header>'
-    )
+    lead = f"{'; '.join(meanings)}. With one seed, all values see the same samples in the same order."
+    title = f"{text(plan.name)}, by {text(keys)}"
+    return f'<header>\n<h1>{title}</h1>\n<p class="lead">{lead}</p>\n<dl class="facts">{items}</dl>\n{notes}</header>'
 
 
 def _meaning(plan: Plan, key: str) -> str:
