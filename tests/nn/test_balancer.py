@@ -19,9 +19,7 @@ BIASED = ("quantile", "local_quantile", "sign")
 
 def layer(balance: BalanceConfig | str = "quantile", seed: int = 0, **options) -> LatentMoE:
     torch.manual_seed(seed)
-    moe = LatentMoE(16, 8, 12, 3, 8, balance=balance, dtype=torch.float64, **options)
-    moe.reset_parameters(0.3)
-    return moe.train()
+    return LatentMoE(16, 8, 12, 3, 8, balance=balance, init_std=0.3, dtype=torch.float64, **options).train()
 
 
 def inputs(seed: int, tokens: int = 64) -> torch.Tensor:
@@ -409,8 +407,7 @@ def test_a_router_below_float32_is_refused_in_one_line(dtype):
 
 
 def test_autocast_does_not_lower_the_router():
-    moe = LatentMoE(16, 8, 12, 3, 8)
-    moe.reset_parameters(0.3)
+    moe = LatentMoE(16, 8, 12, 3, 8, init_std=0.3)
     x = torch.randn(64, 16)
     plain = moe.gate(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -456,6 +453,15 @@ def test_the_module_refuses_what_the_settings_refuse():
         Balancer(exact, lambda counts: None).step()
     with pytest.raises(ConfigError, match="differs between layers"):
         Balancer([layer(), layer(BalanceConfig(asynchronous=True))])
+
+
+def test_a_layer_alone_starts_with_set_weights():
+    torch.manual_seed(0)
+    moe = LatentMoE(16, 8, 12, 3, 32, init_std=0.5)
+    for name, p in moe.named_parameters():
+        assert p.isfinite().all()
+        assert (p == 1).all() if "norm" in name else 0.4 < p.std().item() < 0.6, name
+    assert all(p.is_meta for p in LatentMoE(16, 8, 12, 3, 8, device="meta").parameters())
 
 
 def test_a_used_layer_can_be_copied_and_moved():

@@ -32,9 +32,7 @@ class Tower(nn.Module):
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(LatentMoE(16, 8, 12, 3, 8, balance=config, dtype=torch.float64) for _ in range(3))
-        for layer in self.layers:
-            layer.reset_parameters(0.3)
+        self.layers = nn.ModuleList(LatentMoE(16, 8, 12, 3, 8, balance=config, init_std=0.3, dtype=torch.float64) for _ in range(3))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -67,6 +67,7 @@ def build_mlp(c: ModelConfig, layer: int, balance: BalanceConfig, **factory) -> 
         quantization=c.quantization,
         eps=c.rms_norm_eps,
         balance=balance,
+        init_std=None,  # the whole model is set at once
         **act,
         **factory,
     )

@@ -96,6 +96,7 @@ class LatentMoE(nn.Module):
         weights_from: "unbiased" scores, or "biased" as the released Kimi-Linear code does.
         quantization: "none", "mxfp4" or "mxfp4+mxfp8": how the routed experts compute, in training and evaluation alike; see `experts_mlp`.
         balance: a `BalanceConfig`, or its kind alone: "quantile", "local_quantile", "sign", "aux", "capacity", "none".
+        init_std: standard deviation of the matrices at the start, or None to leave memory as it is until `reset_parameters`.
 
     Raises ValueError for shapes and settings that cannot be.
     """
@@ -119,6 +120,7 @@ class LatentMoE(nn.Module):
         linear_beta: float | None = 25.0,
         eps: float = 1e-5,
         balance: BalanceConfig | str = "quantile",
+        init_std: float | None = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -140,6 +142,8 @@ class LatentMoE(nn.Module):
         act = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
         self.shared_experts = GatedMLP(dim, shared * hidden, **act, **weights) if shared else None
         self._balancer: Any = None  # of `balance_step`
+        if init_std is not None and self.gate.weight.device.type != "meta":
+            self.reset_parameters(init_std)
 
     @property
     def num_experts(self) -> int:
