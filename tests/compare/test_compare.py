@@ -300,6 +300,16 @@ def test_minutes_give_all_runs_the_steps_of_the_slowest_value(monkeypatch: pytes
     assert not Path("d").exists()
 
 
+def test_shapes_do_not_vary_under_given_weights() -> None:
+    compare(["micro.toml", "--vary", "balance=none", "--steps", "2", "--seeds", "1", "--out", "c", "--train.export", "true"])
+    run = "c/runs/none-seed0"
+    with pytest.raises(UserError, match=r"--vary model\.residual: does not go with"):
+        compare([run, "--vary", "residual=plain,block", "--steps", "2", "--out", "d"])
+    found = compare([run, "--vary", "optim.lr=0.001,0.002", "--steps", "2", "--seeds", "1", "--out", "d"])[0]
+    first = [steps_of(Path("d") / row["folder"])[0]["loss"] for row in found["runs"]]
+    assert first[0] == first[1] < steps_of(run)[0]["loss"], "both go on from the trained weights"
+
+
 # ---------------------------------------------------------------- numbers and pictures
 
 

@@ -67,6 +67,9 @@ def prepare(asked: CompareArguments) -> Plan:
     elif asked.train.minutes is not None:
         overrides |= {"train.minutes": asked.train.minutes, "train.steps": "none", "train.epochs": "none"}
     base = start_config(name, overrides)
+    shape = next((v.key for v in asked.vary if v.key.startswith("model.")), None)
+    if shape is not None and base.train.init is not None:
+        raise UserError(f"--vary {shape}: does not go with {name!r}, whose weights have their shapes; vary another setting")
     stem = re.sub(r"\W+", "-", "-".join([Path(name).stem, *(v.key.rsplit(".", 1)[-1] if "." in v.key else v.key for v in asked.vary)]))
     out = Path(asked.train.out).expanduser() if asked.train.out else Path("runs") / f"compare-{stem}"
     plan = Plan(name, out, asked.vary, asked.seeds, base, _cells(asked.vary, asked.seeds, base, out))

@@ -98,6 +98,7 @@ def train_all(plan: Plan, progress: Progress) -> None:
         if finished(cell) is None:
             progress.begin(cell)
             progress.end(cell, train_one(cell, progress))
+        shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)  # half a gigabyte each in `tiny`
     progress.screen.close()
 
 
@@ -116,7 +117,6 @@ def train_one(cell: Cell, progress: Progress) -> dict[str, Any]:
     finally:
         log.close()
         log.stream.close()
-    shutil.rmtree(cell.folder / "checkpoints", ignore_errors=True)
     checkpoint.write_whole(cell.folder / DONE, json.dumps(note) + "\n")
     return note
 
