@@ -145,7 +145,7 @@ def test_resume_reads_the_runs_own_config(trained):
     ("words", "says"),
     [
         ("trian tiny", ["trian", "did you mean train?"]),
-        ("frobnicate", ["frobnicate", "train, sample, eval, report, plan, export, import"]),
+        ("frobnicate", ["frobnicate", "train, sample, eval, compare, report, plan, export, import"]),
         ("train", ["CONFIG", "tiny"]),
         ("train tinny", ["tinny", "did you mean 'tiny'"]),
         ("train no/such.toml", ["no/such.toml", "no such preset or file"]),

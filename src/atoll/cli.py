@@ -90,6 +90,20 @@ def evaluate(run: Run, against: str | None = None, json: bool = False) -> None:
     arguments.show(result, json, heldout.render)
 
 
+def compare(words: list[str]) -> None:
+    """Train values of a setting side by side, with seeds, and report: `atoll compare tiny --vary balance=quantile,sign`."""
+    if {"-h", "--help"} & set(words):
+        from atoll.compare.words import USAGE
+
+        print(USAGE, end="")
+        return
+    from atoll.compare import compare as run
+    from atoll.compare.result import render
+
+    result, out, as_json = run(words)
+    arguments.show(result, as_json, lambda found: render(found, out))
+
+
 def report(run: Run) -> None:
     """Write report.html and plots of a run, finished or not.
 
@@ -170,7 +184,17 @@ def import_(
     arguments.show(exchange.import_model(folder, out or None, dtype, shard_bytes, router_weights), json, exchange.render)
 
 
-VERBS = {"train": train, "sample": sample, "eval": evaluate, "report": report, "plan": plan, "export": export, "import": import_}
+VERBS = {
+    "train": train,
+    "sample": sample,
+    "eval": evaluate,
+    "compare": compare,
+    "report": report,
+    "plan": plan,
+    "export": export,
+    "import": import_,
+}
+WORDY = ("train", "compare")  # verbs that read their words themselves: any setting may stand among them
 
 
 def usage() -> str:
@@ -191,8 +215,8 @@ def _dispatch(words: list[str]) -> None:
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, 1, 0.4)
         raise UserError(f"{name!r}: no such verb; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(VERBS)} is expected"))
-    if name == "train":
-        train(rest)
+    if name in WORDY:
+        {"train": train, "compare": compare}[name](rest)
     else:
         arguments.call(VERBS[name], rest, f"atoll {name}")
 

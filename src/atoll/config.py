@@ -22,7 +22,7 @@ class UserError(Exception):
     """A mistake of the user's: shown as one line on stderr, exit code 2, never as a traceback."""
 
 
-class ConfigError(UserError):
+class ConfigError(UserError, ValueError):
     """A setting that cannot be: the message names the field, the value and the remedy."""
 
 
@@ -111,13 +111,29 @@ class ModelConfig:
         return layer < self.first_k_dense_replace
 
 
+BALANCE_DEFAULTS = {"sign_rate": 1e-3, "aux_coefficient": 1e-2, "capacity_factor": 1.25}
+
+
 @dataclass(frozen=True)
 class BalanceConfig:
-    """How the routed experts are kept level (training.md §1)."""
+    """How the routed experts are kept level (docs/balancing.md)."""
 
-    kind: Literal["quantile", "none"] = "quantile"  # rule that sets the router's bias
-    bins: int | None = 1000  # bins of the histogram; "none" solves from all margins
-    ema: float = 0.0  # share of the old bias kept at each update
+    kind: Literal["quantile", "local_quantile", "sign", "aux", "capacity", "none"] = "quantile"  # the rule; one at a time
+    bins: int | None = 1000  # of "quantile": bins of the histogram; "none" solves from all margins, in one process alone
+    ema: float = 0.0  # of both quantile rules: share of the old bias kept at each update
+    asynchronous: bool = False  # of rules that set a bias: it is solved beside the next step and used from the one after, on all ranks
+    sign_rate: float | None = None  # of "sign": what a bias moves by in a step; "none" takes 0.001
+    aux_coefficient: float | None = None  # of "aux": weight of a layer's auxiliary loss; "none" takes 0.01
+    capacity_factor: float | None = None  # of "capacity" and "aux": most tokens of an expert over the mean; "none": 1.25, no limit
+
+    def value(self, name: str) -> float:
+        """A setting that "none" leaves to its rule."""
+        given = getattr(self, name)
+        return BALANCE_DEFAULTS[name] if given is None else given
+
+    def limits(self) -> bool:
+        """Whether experts drop what is over their capacity."""
+        return self.kind == "capacity" or self.capacity_factor is not None
 
 
 @dataclass(frozen=True)
@@ -448,6 +464,7 @@ TRAIN_POSITIVE = (
 def validate(config: Config) -> None:
     """Refuse impossible combinations. Raises `ConfigError` naming the field, the value and the remedy."""
     validate_model(config.model)
+    validate_balance(config.balance)
     _validate_stages(config.stages)
     _validate_train(config)
 
@@ -486,6 +503,31 @@ def validate_model(m: ModelConfig) -> None:
             _refuse(f"model.{name}", value, f"must be below vocab_size = {m.vocab_size}")
     if m.vision is not None:
         _validate_vision(m.vision, m.vocab_size, ids)
+
+
+QUANTILE_RULES = ("quantile", "local_quantile")
+RULE_OF = {"sign_rate": ("sign",), "aux_coefficient": ("aux",), "capacity_factor": ("capacity", "aux")}
+
+
+def validate_balance(b: BalanceConfig) -> None:
+    """Refuse two balancers at once, and settings of a rule that is not the one chosen."""
+    kinds = typing.get_args(_hints(BalanceConfig)["kind"])
+    if b.kind not in kinds:
+        _refuse("balance.kind", b.kind, f"one of {', '.join(map(repr, kinds))} is expected")
+    _positive(b, "balance.", RULE_OF)
+    for name, rules in RULE_OF.items():
+        if getattr(b, name) is not None and b.kind not in rules:
+            does = "drops tokens, which does not go with" if name == "capacity_factor" else "is a second balancer beside"
+            remedy = f'{does} balance.kind = "{b.kind}"; leave it out, or take balance.kind = {" or ".join(map(repr, rules))}'
+            _refuse(f"balance.{name}", getattr(b, name), remedy)
+    if not 0 <= b.ema < 1:
+        _refuse("balance.ema", b.ema, "a share from 0 up to 1 is expected")
+    if b.ema and b.kind not in QUANTILE_RULES:
+        _refuse("balance.ema", b.ema, f'balance.kind = "{b.kind}" estimates no quantile; leave it out')
+    if b.bins is not None and b.bins < 2:
+        _refuse("balance.bins", b.bins, "2 bins or more are expected")
+    if b.asynchronous and b.kind not in (*QUANTILE_RULES, "sign"):
+        _refuse("balance.asynchronous", True, f'balance.kind = "{b.kind}" updates no bias; leave it out')
 
 
 def _validate_vision(v: VisionConfig, vocab_size: int, special: dict[str, int]) -> None:
@@ -554,10 +596,6 @@ def _validate_train(config: Config) -> None:
         _refuse("data.heldout", d.heldout, "a share between 0 and 1 is expected")
     if not 0 <= o.warmup < 1:
         _refuse("optim.warmup", o.warmup, "a share from 0 up to 1 is expected")
-    if not 0 <= config.balance.ema < 1:
-        _refuse("balance.ema", config.balance.ema, "a share from 0 up to 1 is expected")
-    if config.balance.bins is not None and config.balance.bins < 2:
-        _refuse("balance.bins", config.balance.bins, "2 bins or more are expected")
     if t.micro_batch is not None:
         for i, stage in enumerate(config.stages):
             if stage.batch % t.micro_batch and stage.batch > t.micro_batch:

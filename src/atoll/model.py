@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, validate_model
+from atoll.nn.balancer import Balancer, Reduce
 from atoll.nn.block_residual import DepthProbe
 from atoll.nn.cache import Cache, empty_cache
 from atoll.nn.decoder import LanguageModel
@@ -27,13 +28,18 @@ IGNORE = -100
 
 @dataclass
 class Output:
-    """What a forward pass returns. `loss` is the mean over `num_targets` counted targets; `routing` holds ids [T,k] a MoE layer."""
+    """What a forward pass returns. `loss` is the mean over `num_targets` counted targets; `routing` holds ids [T,k] a MoE layer.
+
+    `balance_loss`: in training under `balance.kind = "aux"`, the layers' auxiliary losses, summed: a mean over the tokens that are no
+    padding, to be added to `loss`, which never holds it.
+    """
 
     logits: Tensor | None
     loss: Tensor | None
     num_targets: Tensor | None
     cache: Cache | None
     routing: list[Tensor]
+    balance_loss: Tensor | None = None
 
 
 class Model(nn.Module):
@@ -62,6 +68,7 @@ class Model(nn.Module):
         self.vision_tower, self.mm_projector = None, None
         if config.vision is not None:
             self.vision_tower, self.mm_projector = build_vision(config.vision, config.hidden_size, dtype=dtype, device=device)
+        self.balancer = Balancer(self.language_model)
         if self.language_model.lm_head.weight.device.type != "meta":
             self.reset_parameters()
 
@@ -154,7 +161,9 @@ class Model(nn.Module):
             self._finish_probes(record, probe or DepthProbe(), routes)
         loss, count = (None, None) if labels is None else self._loss(hidden, labels, cu_seqlens)
         scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
-        return Output(scores, loss, count, cache, [r.ids for r in routes if r.ids is not None])
+        extra = [r.balance_loss for r in routes if r.balance_loss is not None]
+        routed = [r.ids for r in routes if r.ids is not None]
+        return Output(scores, loss, count, cache, routed, torch.stack(extra).sum() if extra else None)
 
     def _check(self, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | None) -> None:
         if input_ids.ndim != 2:
@@ -228,25 +237,17 @@ class Model(nn.Module):
 
     # -------------------------------------------------- balancing
 
-    @torch.no_grad()
-    def balance_step(self, reduce: Callable[[Tensor], None] | None = None) -> dict[str, Any]:
-        """Once after each optimizer step: pool the counts, solve every layer's next bias, report the load.
+    def balance_step(self, reduce: Reduce | None = None, skip: Tensor | None = None) -> dict[str, list[Any]]:
+        """Once after each optimizer step: `Balancer.step` over all layers, one collective for all of them.
 
-        `reduce` sums one integer tensor over ranks in place: one collective for all layers. Returns, a layer each,
-        `max_vio` (largest load over mean load, minus 1) and `dead` (share of experts without a token); empty lists
-        where nothing was counted.
+        `reduce` sums one integer tensor over ranks. Returns, a layer each, `max_vio` (largest load over mean load, minus 1), `dead` (share
+        of experts without a token) and more (`nn.balancer.load_report`); empty lists where nothing was counted.
         """
-        layers = [m for m in self.moe_layers() if m.load is not None]
-        if reduce is not None and layers:
-            counted = [t for m in layers for t in (m.load, m.counts()) if t is not None]
-            pooled = torch.cat([t.reshape(-1).to(torch.int64) for t in counted])
-            reduce(pooled)
-            for t, part in zip(counted, pooled.split([t.numel() for t in counted]), strict=True):
-                t.copy_(part.view_as(t))
-        report = load_report([m.load for m in layers if m.load is not None])
-        for m in layers:
-            m.balance_step()
-        return report
+        return self.balancer.step(skip, reduce)
+
+    def balance_state(self) -> dict[str, Tensor]:
+        """What a checkpoint of training needs beside the state_dict; see `Balancer.state`. Live: a checkpoint may be read into it."""
+        return self.balancer.state()
 
     # -------------------------------------------------- use
 
@@ -261,16 +262,6 @@ class Model(nn.Module):
         from atoll.hub.export import save
 
         return save(self, Path(folder), tokenizer)
-
-
-def load_report(loads: list[Tensor]) -> dict[str, Any]:
-    """`max_vio` and `dead` of each layer's load [E]; one wait for the device whatever the number of layers."""
-    if not loads:
-        return {"max_vio": [], "dead": []}
-    load = torch.stack(loads).double()
-    vio = load.amax(1) / load.mean(1).clamp(min=1e-9) - 1
-    vio, dead = torch.stack([vio, (load == 0).double().mean(1)]).tolist()
-    return {"max_vio": vio, "dead": dead}
 
 
 def check_segments(cu_seqlens: Tensor, shape: torch.Size) -> None:

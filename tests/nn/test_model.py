@@ -219,7 +219,7 @@ def test_balancing_is_off_in_evaluation_and_blind_to_padding():
     model = build(dtype=torch.float32).eval()
     ids = tokens(2, 40)
     model(ids)
-    assert model.balance_step() == {"max_vio": [], "dead": []}
+    assert not any(model.balance_step().values())
     model.train()
     ids[:, 30:] = SMALL.pad_token_id
     model(ids)

@@ -68,6 +68,7 @@ def step_line(i, steps, stage, first_stage, drift, rng):
         "grad_norm": (np.exp(rng.normal(-0.7, 0.2)) + 6 * np.exp(-i / 12)) * (14 if skipped else 1),
         "max_vio": (0.33 + 11 * 0.25**i) * np.exp(rng.normal(0, 0.12)),
         "dead_experts": int(rng.poisson(400 * 0.3**i)),
+        "load_map": [[0.5 / (1 + 9 * 0.25**i), 0.8, 1.0, 1.2, 1.3 + 11 * 0.25**i] for _ in range(4)],
         "skipped": skipped,
     }
 

@@ -5,12 +5,13 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from fake_run import SAMPLES, write_run
 
 from atoll import report
 from atoll.config import UserError
-from atoll.report import page, plots
+from atoll.report import layers, page, plots
 from atoll.report.look import LIGHT
 from atoll.report.run import read
 
@@ -155,7 +156,7 @@ def test_a_run_of_very_few_steps_has_every_plot(tmp_path, steps):
 def test_a_step_without_numbers_is_no_obstacle(tmp_path):
     run = write_run(tmp_path / "r", steps=10, finished=False, probes=0)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    bare = [{k: None if isinstance(v, float) else v for k, v in line.items()} for line in lines if "kind" not in line]
+    bare = [{k: None if isinstance(v, (float, list)) else v for k, v in line.items()} for line in lines if "kind" not in line]
     (run / "metrics.jsonl").write_text("".join(json.dumps({**line, "skipped": True}) + "\n" for line in bare))
     assert drawn(run) == set()
     assert "6 of 6 steps were skipped" in html_of(run)
@@ -173,11 +174,37 @@ def test_a_model_without_some_mechanisms_has_a_shorter_page(tmp_path):
     run = write_run(tmp_path / "r", steps=10, probes=1, **overrides)
     probe = next((run / "probes").iterdir())
     probe.write_text(json.dumps({"load": [], "decay": json.loads(probe.read_text())["decay"]}))
-    assert drawn(run) == {p.name for p in plots.PLOTS} - {"expert_load", "depth_weights", "depth_growth", "balance"}
+    assert drawn(run) == {p.name for p in plots.PLOTS} - {"expert_load", "depth_weights", "depth_growth", "balance", "layer_load"}
     text = html_of(run)
     assert "No probe of the weights over depth." in text
     assert "<td>attention residual</td>" not in text
     assert "routed experts, 16 a token" not in text
+
+
+def test_a_rule_that_pays_shows_what_it_pays(tmp_path):
+    run = write_run(tmp_path / "r", steps=40, probes=0, **{"balance.kind": "aux", "balance.capacity_factor": 1.0})
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    paid = [{**line, "dropped_share": 0.25, "balance_loss": 0.04} if "loss" in line else line for line in lines]
+    plain = plots.picture(next(p for p in plots.PLOTS if p.name == "balance"), read(run), LIGHT)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in paid))
+    assert [name for name, _ in layers.extras(read(run))] == ["dropped_share", "balance_loss"]
+    assert plots.picture(next(p for p in plots.PLOTS if p.name == "balance"), read(run), LIGHT) != plain
+    text = html_of(run)
+    assert 'Balance, as numbers (rule "aux")' in text
+    assert "<td>share of choices dropped over capacity</td><td class=n>0.25</td><td class=n>0.25</td>" in text
+    assert Outline(text).open == []
+
+
+def test_the_map_of_layers_averages_steps_and_tolerates_gaps(tmp_path):
+    run = read(write_run(tmp_path / "r", steps=10, probes=0))
+    assert layers.load_map(run).shape == (10, 4, 5)
+    values = np.arange(12.0).reshape(6, 2)
+    values[4:, 1] = np.nan
+    table = layers.by_columns(values, 3)
+    assert table[0].tolist() == [1, 5, 9]
+    assert table[1][:2].tolist() == [2, 6]
+    assert np.isnan(table[1][2])
+    assert layers.by_columns(values, 100).shape == (2, 6)
 
 
 def test_settings_away_from_the_defaults_are_marked(tmp_path):

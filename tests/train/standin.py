@@ -22,6 +22,7 @@ class Output:
     num_targets: Tensor | None
     cache: Any
     routing: list[Tensor]
+    balance_loss: Tensor | None = None
 
 
 class Gate(nn.Module):
@@ -72,13 +73,22 @@ class Model(nn.Module):
         return "nothing to remember"
 
     @torch.no_grad()
-    def balance_step(self, reduce: Any = None) -> dict[str, Any]:
+    def balance_step(self, reduce: Any = None, skip: Tensor | None = None) -> dict[str, Any]:
         layer = self.block_sparse_moe
-        load = layer.load
-        layer.gate.e_score_correction_bias -= 0.01 * (load / load.mean() - 1)
-        report = {"max_vio": [float(load.max() / load.mean() - 1)], "dead": [float((load == 0).float().mean())]}
+        load, bias = layer.load, layer.gate.e_score_correction_bias
+        new = bias - 0.01 * (load / load.mean() - 1)
+        bias.copy_(new if skip is None else torch.where(skip > 0, bias, new))
         layer.load = torch.zeros_like(load)
-        return report
+        return {
+            "max_vio": [float(load.max() / load.mean() - 1)],
+            "dead": [float((load == 0).float().mean())],
+            "max_load": [float(load.max())],
+            "mean_load": [float(load.mean())],
+            "spread": [(load / load.mean()).quantile(torch.tensor([0, 0.1, 0.5, 0.9, 1])).tolist()],
+        }
+
+    def balance_state(self) -> dict[str, Tensor]:
+        return {}
 
     def forward(self, input_ids, labels=None, cu_seqlens=None, cache=None, logits=None, routing=None, record=None) -> Output:
         x = torch.tanh(self.mix(self.embed_tokens(input_ids.flatten())))

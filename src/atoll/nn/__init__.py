@@ -1,5 +1,7 @@
 """Modules with parameters. Each is independent: `from atoll.nn import DeltaAttention, LatentMoE, BlockResidual, VisionTower`."""
 
+from atoll.config import BalanceConfig
+from atoll.nn.balancer import Balancer
 from atoll.nn.block_residual import BlockResidual, Stream
 from atoll.nn.cache import Cache
 from atoll.nn.decoder import LanguageModel
@@ -9,6 +11,8 @@ from atoll.nn.latent_moe import LatentMoE, Routing
 from atoll.nn.vision import Projector, VisionTower
 
 __all__ = [
+    "BalanceConfig",
+    "Balancer",
     "BlockResidual",
     "Cache",
     "DeltaAttention",

@@ -66,9 +66,8 @@ def build_mlp(c: ModelConfig, layer: int, balance: BalanceConfig, **factory) -> 
         weights_from=c.router_weights,
         quantization=c.quantization,
         eps=c.rms_norm_eps,
-        balance=balance.kind,
-        bins=balance.bins,
-        ema=balance.ema,
+        balance=balance,
+        init_std=None,  # the whole model is set at once
         **act,
         **factory,
     )

@@ -6,14 +6,17 @@ LatentMoE, arXiv 2601.18089; routing, the norm on the summed latent and quantile
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll.config import BalanceConfig, validate_balance
+from atoll.nn.layer_balance import LayerBalance
 from atoll.nn.linear import Linear, RMSNorm
 from atoll.nn.mlp import GatedMLP
-from atoll.ops import QuantileHistogram, experts_mlp, quantile_bias, route
+from atoll.ops import experts_mlp, route
 from atoll.ops.microscaling import GROUP, NAN_SCALE
 from atoll.ops.routing import route_weights
 
@@ -23,9 +26,11 @@ class Routing:
     """Experts of one layer's tokens, ids [T,k]. Set before the call, it forces them; empty, the call fills it.
 
     A recomputed layer finds what its first pass chose, so near-tied experts cannot flip and nothing is counted twice.
+    Under the rule "aux" a training call leaves its auxiliary loss, a scalar to be added to the loss, in `balance_loss`.
     """
 
     ids: Tensor | None = None
+    balance_loss: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -40,8 +45,15 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(experts, device=device, dtype=exact))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Scores [T,E] of x [T,dim], in the bias' type, autocast or not. Raises ValueError where that type is below float32."""
         exact = self.e_score_correction_bias.dtype
-        return torch.sigmoid(F.linear(x.to(exact), self.weight.to(exact)))
+        if torch.finfo(exact).bits < 32:
+            raise ValueError(
+                f"gate.e_score_correction_bias is {exact}: below float32 near-tied experts change places; convert by building the module "
+                "with dtype=, or put that buffer back to float32"
+            )
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.sigmoid(F.linear(x.to(exact), self.weight.to(exact)))
 
 
 class Experts(nn.Module):
@@ -73,8 +85,9 @@ class Experts(nn.Module):
 class LatentMoE(nn.Module):
     """A drop-in mixture of experts, [..., dim] to [..., dim].
 
-    In training it counts, over every call, the tokens each expert got (`load`) and what the balancer needs; call
-    `balance_step()` once after each optimizer step. In evaluation, in a recomputed pass and for masked tokens it counts nothing.
+    In training it counts, over every call, the tokens each expert got (`load`) and what the balancer needs. Once after each
+    optimizer step call `Balancer(model).step()` (kept over steps; all layers, all ranks), or with one layer `balance_step()`.
+    In evaluation, in a recomputed pass and for masked tokens it counts nothing, and the bias stays.
 
     Args:
         dim: width of the input. latent_dim: width the routed experts work in, or None for the full width.
@@ -82,7 +95,10 @@ class LatentMoE(nn.Module):
         renormalize, scale: mixture weights are scores over their sum, times `scale`.
         weights_from: "unbiased" scores, or "biased" as the released Kimi-Linear code does.
         quantization: "none", "mxfp4" or "mxfp4+mxfp8": how the routed experts compute, in training and evaluation alike; see `experts_mlp`.
-        balance: "quantile" or "none". bins: histogram bins, or None for the exact rule. ema: share of the old bias kept.
+        balance: a `BalanceConfig`, or its kind alone: "quantile", "local_quantile", "sign", "aux", "capacity", "none".
+        init_std: standard deviation of the matrices at the start, or None to leave memory as it is until `reset_parameters`.
+
+    Raises ValueError for shapes and settings that cannot be.
     """
 
     def __init__(
@@ -103,9 +119,8 @@ class LatentMoE(nn.Module):
         beta: float = 4.0,
         linear_beta: float | None = 25.0,
         eps: float = 1e-5,
-        balance: str = "quantile",
-        bins: int | None = 1000,
-        ema: float = 0.0,
+        balance: BalanceConfig | str = "quantile",
+        init_std: float | None = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -115,18 +130,20 @@ class LatentMoE(nn.Module):
         self.top_k, self.renormalize, self.scale, self.weights_from = top_k, renormalize, scale, weights_from
         self.activation, self.beta, self.linear_beta = activation, beta, linear_beta
         self.quantization = quantization
-        self.balance, self.bins, self.ema = balance, bins, ema
         weights = {"device": device, "dtype": dtype}
         self.gate = Router(dim, experts, **weights)
+        settings = BalanceConfig(kind=balance) if isinstance(balance, str) else balance  # pyright: ignore[reportArgumentType]
+        validate_balance(settings)
+        self.balance = LayerBalance(settings, experts, top_k, device=device, dtype=self.gate.e_score_correction_bias.dtype)
         self.experts = Experts(experts, latent_dim or dim, hidden, quantization != "none", **weights)
         self.routed_expert_down_proj = Linear(dim, latent_dim, **weights) if latent_dim else None
         self.routed_expert_norm = RMSNorm(latent_dim, eps, **weights) if latent_dim and latent_norm else None
         self.routed_expert_up_proj = Linear(latent_dim, dim, **weights) if latent_dim else None
         act = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
         self.shared_experts = GatedMLP(dim, shared * hidden, **act, **weights) if shared else None
-        self._histogram: QuantileHistogram | None = None
-        self._scores: list[Tensor] = []
-        self.load: Tensor | None = None
+        self._balancer: Any = None  # of `balance_step`
+        if init_std is not None and self.gate.weight.device.type != "meta":
+            self.reset_parameters(init_std)
 
     @property
     def num_experts(self) -> int:
@@ -144,7 +161,7 @@ class LatentMoE(nn.Module):
         if self.shared_experts is not None:
             self.shared_experts.reset_parameters(std)
         nn.init.zeros_(self.gate.e_score_correction_bias)
-        self.clear()
+        self.balance.reset()
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, routing: Routing | None = None) -> Tensor:
         """`mask` [...] is false where a token is padding and must not be counted; `routing` records or forces experts."""
@@ -164,17 +181,27 @@ class LatentMoE(nn.Module):
 
     def _route(self, x: Tensor, mask: Tensor | None, routing: Routing | None) -> tuple[Tensor, Tensor]:
         scores = self.gate(x)
-        bias = self.gate.e_score_correction_bias
+        first = routing is None or routing.ids is None
         if routing is not None and routing.ids is not None:
-            ids = routing.ids
+            ids, cutoff = routing.ids, None
         else:
-            with torch.no_grad():
-                ids, _, cutoff = route(scores.detach(), bias, self.top_k)
-                if self.training:
-                    self._observe(scores.detach(), ids, cutoff, mask)
+            ids, _, cutoff = route(scores.detach(), self.gate.e_score_correction_bias, self.top_k)
             if routing is not None:
                 routing.ids = ids
-        return ids, self._weights(scores, ids)
+        weights = self._weights(scores, ids)
+        if not self.training:
+            return ids, weights
+        keep, loss = self.balance.keep(ids, mask), self.balance.loss(scores, mask)
+        self._hand_over(loss, routing)
+        if first and cutoff is not None and not _in_backward():
+            self.balance.observe(scores.detach(), self.gate.e_score_correction_bias, ids, cutoff, mask, keep, loss)
+        return ids, weights if keep is None else weights * keep
+
+    def _hand_over(self, loss: Tensor | None, routing: Routing | None) -> None:
+        if routing is not None:
+            routing.balance_loss = loss
+        elif loss is not None and torch.is_grad_enabled():
+            raise ValueError('balance "aux" in training: give routing=Routing() and add its balance_loss to the loss')
 
     def _weights(self, scores: Tensor, ids: Tensor) -> Tensor:
         """Mixture weights [T,k] of the chosen experts; their gradient is the router's only one."""
@@ -184,39 +211,25 @@ class LatentMoE(nn.Module):
 
     # -------------------------------------------------- balancing
 
-    def _observe(self, scores: Tensor, ids: Tensor, cutoff: Tensor, mask: Tensor | None) -> None:
-        counted = ids if mask is None else ids[mask]
-        load = torch.bincount(counted.reshape(-1), minlength=self.num_experts)
-        self.load = load if self.load is None else self.load + load
-        if self.balance != "quantile":
-            return
-        if self.bins is None:
-            self._scores.append(scores if mask is None else scores[mask])
-            return
-        if self._histogram is None:
-            self._histogram = QuantileHistogram(self.num_experts, self.bins, device=scores.device)
-            self._histogram.set_range(self.gate.e_score_correction_bias)
-        self._histogram.observe(scores, cutoff, mask)
-
-    def clear(self) -> None:
-        """Forget what was counted since the last balancing step."""
-        self._histogram, self.load = None, None
-        self._scores.clear()
+    @property
+    def load(self) -> Tensor | None:
+        """Tokens each expert got since the last balancing step, int64 [E]; None before the first training call."""
+        return None if self.balance.tally is None else self.balance.tally.load
 
     def counts(self) -> Tensor | None:
-        """What the balancer counted, integers [E,bins], to be summed over ranks; None before the first training call."""
-        return None if self._histogram is None else self._histogram.counts
+        """What a quantile rule counted, integers to be summed over ranks ([E,bins] of a histogram); None where there is nothing."""
+        tally = self.balance.tally
+        return None if tally is None or tally.estimator is None else tally.estimator.counts
 
-    @torch.no_grad()
     def balance_step(self) -> None:
-        """Solve the next bias from what was counted, put it in place, forget the counts. Takes effect from the next call."""
-        bias = self.gate.e_score_correction_bias
-        if self._histogram is not None:
-            new = self._histogram.solve(self.top_k)
-        elif self._scores:
-            new = quantile_bias(torch.cat(self._scores), bias, self.top_k)
-        else:
-            new = None
-        if new is not None:
-            bias.copy_(self.ema * bias + (1 - self.ema) * new.to(bias))
-        self.clear()
+        """`Balancer.step` of this layer alone, in one process."""
+        from atoll.nn.balancer import Balancer
+
+        if self._balancer is None:
+            self._balancer = Balancer([self])
+        self._balancer.step()
+
+
+def _in_backward() -> bool:
+    """Whether a checkpointed layer is being computed again: what it counts was counted in its first pass."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from atoll.report.curves import base, column, curve
+from atoll.report.layers import draw_extra, extras
 from atoll.report.look import LIGHT, Look, diverging, end_labels, plain_log, rising, thousands
 from atoll.report.run import Line, Run, number, total
 from atoll.report.series import median, thin
@@ -87,10 +88,12 @@ def sampling_noise(run: Run) -> np.ndarray:
 
 
 def balance(figure: Any, run: Run, look: Look) -> None:
-    """Worst overload and number of experts without a token, at every step."""
+    """Worst overload and number of experts without a token, at every step; and what the rule pays for it, where it does."""
     steps, worst = column(run, "max_vio")
     dead = np.array([total(line.get("dead_experts")) for line in run.steps])
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1) if not look.compact else (3, 2))
+    paid = [] if look.compact else extras(run)
+    rows = figure.subplots(2 + len(paid), 1, sharex=True, height_ratios=(3, 2) if look.compact else (1,) * (2 + len(paid)))
+    upper, lower = rows[:2]
     upper.set_title("Balance of the experts")
     upper.set_ylabel("MaxVio" if look.compact else "MaxVio: busiest\nover mean, less 1")
     level = curve(upper, run, steps, worst, look.blue, raw=not look.compact, method=median)
@@ -120,6 +123,10 @@ def balance(figure: Any, run: Run, look: Look) -> None:
     if np.isfinite(dead).any():
         last = dead[np.isfinite(dead)][-1]
         end_labels(lower, [(float(last), f"{last:,.0f}", look.orange)])
+    for above, axes, (name, label) in zip(rows[1:], rows[2:], paid, strict=False):
+        draw_extra(axes, run, look, name, label)
+        above.set_xlabel("")
+        above.tick_params(labelbottom=False)
 
 
 # ---------------------------------------------------------------- depth

@@ -15,7 +15,7 @@ from atoll.config import Config, describe
 from atoll.plan.parameters import count
 from atoll.plan.summary import short
 from atoll.report.mechanisms import even
-from atoll.report.plots import HEALTH, LEARNING, MECHANISMS, Plot
+from atoll.report.plots import HEALTH, LEARNING, MECHANISMS
 from atoll.report.run import Line, Run, number
 
 _SAMPLES = 6
@@ -35,22 +35,28 @@ def page(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
         _head(run),
         _headline(run),
         "<h2>Learning</h2>",
-        *(_figure(p, pictures) for p in LEARNING),
+        *(figure_of(p, pictures) for p in LEARNING),
         _samples(run),
         "<h2>Mechanisms</h2>",
-        *(_figure(p, pictures) for p in MECHANISMS),
+        *(figure_of(p, pictures) for p in MECHANISMS),
+        _loads(run),
         "<h2>Health of the run</h2>",
-        *(_figure(p, pictures) for p in HEALTH),
+        *(figure_of(p, pictures) for p in HEALTH),
         _validations(run),
         _parameters(run),
         _settings(run.config),
     ]
+    return document(run.name, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole HTML file of the house: `parts` one after the other, empty ones left out; nothing outside it is needed."""
     style = resources.files("atoll.report").joinpath("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(run.name)} · Atoll</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{text(title)} · Atoll</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
         + "\n</main>\n</body>\n</html>\n"
     )
@@ -163,7 +169,8 @@ def _latest_validation(run: Run) -> str:
 # ---------------------------------------------------------------- middle
 
 
-def _figure(plot: Plot, pictures: dict[str, tuple[bytes, bytes]]) -> str:
+def figure_of(plot: Any, pictures: dict[str, tuple[bytes, bytes]]) -> str:
+    """A plot (its name, title, healthy, missing) as a figure in both themes, or the sentence said in its place."""
     if plot.name not in pictures:
         return f'<h3>{plot.title}</h3>\n<p class="note">{text(plot.missing)}</p>'
     light, dark = (base64.b64encode(data).decode() for data in pictures[plot.name])
@@ -188,7 +195,7 @@ def _samples(run: Run) -> str:
 # ---------------------------------------------------------------- tables
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers_from: int = 1) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers_from: int = 1) -> str:
     """A table of text cells; columns from `numbers_from` on are flush right."""
 
     def line(cells: Iterable[str], tag: str) -> str:
@@ -201,16 +208,46 @@ def _validations(run: Run) -> str:
     if not run.validations:
         return ""
     shown = [run.validations[i] for i in even(len(run.validations), 40)]
-    table = _table(("step", "held-out bits per byte"), [(f"{v['step']:,}", f"{number(v.get('bits_per_byte')):.4f}") for v in shown])
-    return f"<details><summary>Validations, as numbers</summary>\n{table}</details>"
+    body = table(("step", "held-out bits per byte"), [(f"{v['step']:,}", f"{number(v.get('bits_per_byte')):.4f}") for v in shown])
+    return f"<details><summary>Validations, as numbers</summary>\n{body}</details>"
+
+
+LOADS = (
+    ("max_vio", "MaxVio of the worst layer: busiest expert's load over the mean, less 1"),
+    ("max_vio_mean", "MaxVio, mean over layers"),
+    ("max_load", "tokens of the busiest expert"),
+    ("mean_load", "tokens of the mean expert"),
+    ("dead_share", "share of experts without a token"),
+    ("dropped_share", "share of choices dropped over capacity"),
+    ("bare_tokens", "tokens left with the shared experts alone, over all layers"),
+    ("balance_loss", "auxiliary loss, over all layers"),
+)
+
+
+def _loads(run: Run) -> str:
+    """How level the experts were at first and at last, as numbers: medians over a tenth of the steps."""
+    if not run.has_experts:
+        return ""
+    few = max(1, len(run.steps) // 10)
+    rows = []
+    for name, meaning in LOADS:
+        values = np.array([number(line.get(name)) for line in run.steps])
+        if np.isfinite(values).any():
+            cells = [part[np.isfinite(part)] for part in (values[:few], values[-few:])]
+            rows.append((meaning, *(f"{np.median(c):.4g}" if len(c) else "" for c in cells)))
+    if not rows:
+        return ""
+    body = table(("in training", f"first {few:,} steps", f"last {few:,}"), rows)
+    kind = text(run.config.balance.kind)
+    return f'<details><summary>Balance, as numbers (rule "{kind}")</summary>\n{body}</details>'
 
 
 def _parameters(run: Run) -> str:
     counts = count(run.config.model)
     rows = [(g.name, f"{g.total:,}", f"{g.active:,}") for g in counts.groups if g.total]
     rows.append(("total", f"{counts.total:,}", f"{counts.active:,}"))
-    table = _table(("group", "parameters", "active"), rows).replace("<table>", "<table class=sum>")
-    return f"<h2>Parameters</h2>\n<p>Active counts the language-model head, not the input embedding.</p>\n{table}"
+    body = table(("group", "parameters", "active"), rows).replace("<table>", "<table class=sum>")
+    return f"<h2>Parameters</h2>\n<p>Active counts the language-model head, not the input embedding.</p>\n{body}"
 
 
 def _settings(config: Config) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from atoll.config import UserError
-from atoll.report import curves, mechanisms
+from atoll.report import curves, layers, mechanisms
 from atoll.report.look import DARK, LIGHT, Look
 from atoll.report.run import Run, number
 
@@ -72,7 +72,11 @@ MECHANISMS = (
          "experts overrun and experts that never learn.", _load_height),
     Plot("balance", "Balance", mechanisms.balance, lambda run: run.has_experts and _has("max_vio")(run), "No step has said its MaxVio.",
          "MaxVio drops within a few steps to within twice the dashed line, which chance alone would give a level router, and no expert "
-         "goes without a token.", lambda run: 4.8),
+         "goes without a token.", lambda run: 4.8 + 1.7 * len(layers.extras(run))),
+    Plot("layer_load", "Load by layer", layers.layer_load, lambda run: run.has_experts and layers.has_load_map(run),
+         "No step has said the load of its layers.",
+         "Both maps fade to the colour of level within the first steps and stay there; a row that stays coloured is a layer that the rule "
+         "cannot hold, a column is a step whose batch was unlike the others.", layers.height),
     Plot("depth_weights", "Depth attention", mechanisms.depth_weights, _probed(mechanisms.mixes), "No probe of the weights over depth.",
          "Rows start uniform and part: most mixes favour the latest source, while some keep a share for the embedding or an early block.",
          _depth_height),
@@ -102,7 +106,7 @@ def draw_all(run: Run) -> dict[str, tuple[bytes, bytes]]:
 
 def picture(plot: Plot, run: Run, look: Look) -> bytes:
     """One plot as PNG bytes."""
-    return _render(lambda figure: plot.draw(figure, run, look), look, (9, plot.height(run)), 10.5, _DPI)
+    return render(lambda figure: plot.draw(figure, run, look), look, (9, plot.height(run)), 10.5, _DPI)
 
 
 def overview(run: Run) -> bytes:
@@ -118,10 +122,10 @@ def overview(run: Run) -> bytes:
             else:
                 panel.text(0.5, 0.5, plot.missing, ha="center", va="center", color=look.muted)
 
-    return _render(draw, look, (13.5, 7.6), 11, _DPI)
+    return render(draw, look, (13.5, 7.6), 11, _DPI)
 
 
-def _render(draw: Callable[[Any], None], look: Look, size: tuple[float, float], type_size: float, dpi: int) -> bytes:
+def render(draw: Callable[[Any], None], look: Look, size: tuple[float, float], type_size: float, dpi: int) -> bytes:
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg

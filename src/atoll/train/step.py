@@ -21,7 +21,7 @@ class StepResult:
     numbers: Tensor  # float64 [4]: loss, gradient norm, skip, skips in a row
     targets: int
     num_bytes: int
-    balance: dict[str, Any]  # per MoE layer: max_vio, dead
+    balance: dict[str, Any]  # per MoE layer: max_vio, dead and what else `nn.balancer.load_report` gives
 
     def read(self) -> tuple[float, float, bool, int]:
         """Loss (nats a target), gradient norm before the clip, whether the step was skipped, skips in a row. Waits for the device."""
@@ -38,19 +38,22 @@ def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> li
 def accumulate(model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
-    Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients.
+    Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
+    balancing loss, by its share of the tokens it is a mean over. The loss returned is without it.
     `routing` forces the experts, one entry a micro-batch. Returns the loss (float64 scalar, on the device) and the targets.
     """
     device = next(model.parameters()).device
     counts = [int((b.labels != -100).sum()) for b in batches]
     total = max(1, sum(counts))
+    tokens = [int((b.input_ids != model.config.pad_token_id).sum()) for b in batches]  # pyright: ignore
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in (batch.input_ids, batch.labels, batch.cu_seqlens))
         forced = {} if routing is None else {"routing": routing[i]}
         out = model(ids, labels=labels, cu_seqlens=bounds, **forced)
         share = out.loss * (count / total)
-        share.backward()
+        extra = 0.0 if out.balance_loss is None else out.balance_loss * (tokens[i] / max(1, sum(tokens)))
+        (share + extra).backward()
         loss += share.detach()
     return loss, sum(counts)
 
@@ -66,17 +69,6 @@ def train_step(model: Any, optimizer: ModelOptimizer, guard: Guard, batches: Seq
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
     optimizer.step(lr, skip)
-    balance = _balance(model, skip)
+    balance = model.balance_step(skip=skip)
     numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
     return StepResult(numbers, targets, sum(b.num_bytes for b in batches), balance)
-
-
-@torch.no_grad()
-def _balance(model: Any, skip: Tensor) -> dict[str, Any]:
-    """Let the routers take their next bias, and put the old one back when the step is skipped."""
-    biases = [layer.gate.e_score_correction_bias for layer in model.moe_layers()]
-    before = [b.clone() for b in biases]
-    report = model.balance_step()
-    for bias, old in zip(biases, before, strict=True):
-        bias.copy_(torch.where(skip > 0, old, bias))
-    return report

@@ -14,6 +14,7 @@ from atoll.data import Corpus, open_corpus
 from atoll.data.packing import ConversationSampler, open_sampler
 from atoll.optim.schedule import factor
 from atoll.train import budget, checkpoint, folder, initial, setup
+from atoll.train.balance import balance_line
 from atoll.train.callbacks import Callback, standard
 from atoll.train.finish import finish
 from atoll.train.guard import Guard
@@ -25,18 +26,30 @@ from atoll.train.step import StepResult, micro_batches, train_step
 GIVE_UP = 50  # skipped steps in a row after which a run is beyond help
 
 
-def run(config: Config | None, out: str | Path, resume: bool = False, started: float | None = None) -> Path:
+class GaveUp(UserError):
+    """A run in which one step after another had to be skipped."""
+
+
+def run(
+    config: Config | None,
+    out: str | Path,
+    resume: bool = False,
+    started: float | None = None,
+    screen: Screen | None = None,
+    watch: Callback | None = None,
+) -> Path:
     """Train: the whole job, from text to report, in the folder `out`; returns it.
 
     Args:
         config: the settings. On a resume the folder's own are taken; None, or settings that agree with them, may be given.
         out: the run's folder: new or empty, or with `resume` one that has started.
         started: `time.monotonic()` at the start of the command, from which `train.minutes` counts; default now.
+        screen: where it says what it does; default standard output. watch: one more callback, called before the others.
 
     Raises `UserError`, one line, for a mistake. SIGTERM and Ctrl-C end it after the current step, saved, and it returns.
     """
     started = time.monotonic() if started is None else started
-    out, screen = Path(out), Screen()
+    out, screen = Path(out), screen or Screen()
     with folder.taken(out, resume):
         if resume:
             config = folder.frozen(out, config)
@@ -52,6 +65,7 @@ def run(config: Config | None, out: str | Path, resume: bool = False, started: f
                 config = budget.freeze(config, corpus, out, screen, started)
                 folder.begin(out, config, corpus.tokenizer)
             trainer = Trainer(config, corpus, out, screen)
+            trainer.watchers = [] if watch is None else [watch]
             trainer.restore() if resume else trainer.announce()
             if trainer.fit():
                 _finish(trainer)
@@ -79,6 +93,7 @@ class Trainer:
         self.stages = plan(config.stages, self.steps)
         self.samplers = [open_sampler(corpus.train, s.length, config.data.seed + s.index) for s in self.stages]
         self.callbacks: list[Callback] = []
+        self.watchers: list[Callback] = []
         self.stopping = False  # asked to stop: the step just done is the last
         self._reported, self._read = 0, 0.0  # last step handed to the callbacks, and when
 
@@ -86,7 +101,7 @@ class Trainer:
 
     def fit(self) -> bool:
         """Train to the last step. False when it was asked to stop before; then a checkpoint was saved."""
-        self.callbacks = standard(self.config.train)
+        self.callbacks = [*self.watchers, *standard(self.config.train)]
         with StopSignals() as signals:
             for callback in self.callbacks:
                 callback.start(self)
@@ -140,14 +155,11 @@ class Trainer:
         for callback in self.callbacks:
             callback.metrics(self, line)
         if in_a_row >= GIVE_UP:
-            raise UserError(
-                f"optim.lr = {self.config.optim.lr!r}: the last {in_a_row} steps had to be skipped; start again with a lower one"
-            )
+            raise GaveUp(f"optim.lr = {self.config.optim.lr!r}: the last {in_a_row} steps had to be skipped; start again with a lower one")
 
     def _line(self, result: StepResult, stage: Stage, loss: float, norm: float, skipped: bool, seconds: float) -> dict[str, Any]:
-        o, experts = self.config.optim, self.config.model.num_experts
+        o = self.config.optim
         number = self._reported = self._reported + 1
-        vio, dead = result.balance["max_vio"], result.balance["dead"]
         return {
             "step": number,
             "stage": stage.name,
@@ -158,9 +170,7 @@ class Trainer:
             "tokens_per_second": stage.tokens / max(seconds, 1e-9),
             "lr": o.lr * self.learning_rate(number - 1, o.warmup, o.min_lr),
             "grad_norm": norm,
-            "max_vio": max(vio, default=0.0),
-            "max_vio_mean": sum(vio) / max(1, len(vio)),
-            "dead_experts": round(sum(dead) * experts),
+            **balance_line(result.balance, self.config),
             "skipped": skipped,
         }
 
@@ -172,7 +182,9 @@ class Trainer:
         optim = {f"optim.{n}": t for n, t in self.optimizer.state().items()}
         guard = {f"guard.{n}": t for n, t in self.guard.state().items()}
         rng = {f"rng.{n}": t for n, t in checkpoint.rng_state(self.device).items()}
-        return {**model, **optim, **guard, **rng}
+        # Between steps no counts are left: they span no checkpoint. What a rule carries from step to step does.
+        balance = {f"balance.{n}": t for n, t in self.model.balance_state().items()}
+        return {**model, **optim, **guard, **rng, **balance}
 
     def meta(self) -> dict[str, Any]:
         """Everything a checkpoint holds that is not a tensor."""

@@ -9,7 +9,10 @@ from atoll.train.callbacks.base import Callback
 if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
 
-SHOWN = ("loss", "bits_per_byte", "lr", "grad_norm", "max_vio", "max_vio_mean", "dead_experts", "tokens_per_second")
+SHOWN = (
+    *("loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second"),
+    *("max_vio", "max_vio_mean", "dead_experts", "dead_share", "dropped_share", "balance_loss"),
+)
 
 
 class TensorBoard(Callback):
