@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from test_kda import random_inputs, relative  # noqa: E402
 
 from atoll.ops.kda import kda, kernel_report  # noqa: E402
-from atoll.ops.kda.triton_path import Config, chunk_table, kda_triton, refusal  # noqa: E402
+from atoll.ops.kda.table import host_table  # noqa: E402
+from atoll.ops.kda.triton_path import Config, kda_triton, refusal  # noqa: E402
 
 
 def both(inputs, edges, state, config=None):
@@ -92,7 +93,7 @@ def test_later_inputs_change_no_earlier_output_bit():
 
 
 def test_table_of_chunks():
-    table = chunk_table((0, 0, 1, 130, 130), torch.device("cpu"))
+    table = host_table((0, 0, 1, 130, 130), torch.device("cpu"), 0)
     assert table.starts.tolist() == [0, 1, 65, 129]
     assert table.counts.tolist() == [1, 64, 64, 1]
     assert table.first.tolist() == [0, 0, 1, 4, 4]
