@@ -19,14 +19,14 @@ from atoll.ops.kda.table import host_table  # noqa: E402
 from atoll.ops.kda.triton_path import Config, kda_triton, refusal  # noqa: E402
 
 
-def both(inputs, edges, state, config=None):
+def both(inputs, edges, state, **options):
     """Outputs, states and gradients: of the kernels in float32, of the recurrence in float64."""
     results = []
     for backend, dtype in (("triton", torch.float32), ("recurrent", torch.float64)):
         leaves = {key: value.to(DEVICE, dtype).requires_grad_() for key, value in inputs.items()}
         start = None if state is None else state.to(DEVICE, dtype).requires_grad_()
         if backend == "triton":
-            o, final = kda_triton(*leaves.values(), -5.0, 0.3, start, edges, config=config)
+            o, final = kda_triton(*leaves.values(), -5.0, 0.3, start, edges, **options)
         else:
             cu = None if edges is None else torch.tensor(edges)
             o, final = kda(**leaves, scale=0.3, initial_state=start, cu_seqlens=cu, output_final_state=True, backend=backend)
@@ -68,7 +68,7 @@ def test_channels_in_halves_and_value_blocks():
         pairs_columns=16,
     )
     small = random_inputs(1, 66, heads=1, width=32, value=32)
-    assert_close(*both(small, None, None, config))
+    assert_close(*both(small, None, None, config=config))
 
 
 def test_identical_keys():

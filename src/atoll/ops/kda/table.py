@@ -125,10 +125,10 @@ def device_table(edges: Tensor, tokens: int, size: int) -> Table:
         padded=True,
         cut=size > 0,
     )
-    block = 128
+    block = 64
     launch(
         table_kernel, (-(-max(chunks, segments + 1) // block),), edges,
-        edges.contiguous(), *table[:5], tokens, documents, chunks, segments, size, BLOCK=block, TILE=128, num_warps=4,
+        edges.contiguous(), *table[:5], tokens, documents, chunks, segments, size, BLOCK=block, TILE=64, num_warps=4,
     )  # fmt: skip
     return table
 
