@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -70,16 +69,16 @@ def signature(kernel, arguments, options):
 
 
 def build(kernel, arguments, options):
-    """Seconds, shared memory, registers and spilled bytes."""
+    """Seconds of one core, shared memory, registers and spilled bytes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kinds, constants, hints, launch = signature(kernel, arguments, options)
     source = ASTSource(fn=kernel, signature={n: kinds[n] for n in kernel.arg_names}, constexprs=constants, attrs=hints)
-    start = time.perf_counter()
+    start = sum(os.times()[:4])  # of a core, the assembler's included: other work on the machine does not count
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
-    seconds = time.perf_counter() - start
+    seconds = sum(os.times()[:4]) - start
     return {"seconds": round(seconds, 1), "shared": made.metadata.shared, **resources(made.asm["cubin"])}
 
 
@@ -152,7 +151,7 @@ def test_the_standard_setting_compiles_almost_without_spills():
 def test_every_setting_compiles_and_fits():
     for name, numbers in compiled("--all").items():
         assert numbers["shared"] <= SHARED, name
-        assert numbers["seconds"] < 30, name  # 10 on a machine that does nothing else
+        assert numbers["seconds"] < 10, name
 
 
 if __name__ == "__main__":
