@@ -76,7 +76,9 @@ def fla(monkeypatch):
     """A double that keeps to the contract of fla 0.6's chunk_kda, token by token; says what it was called with."""
     seen = []
 
-    def chunk_kda(q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, safe_gate, **rest):
+    def chunk_kda(
+        q, k, v, g, beta, *, scale, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, lower_bound, safe_gate, **rest
+    ):
         seen.append({"lower_bound": lower_bound, "safe_gate": safe_gate, "cu_seqlens": cu_seqlens, "state": initial_state, **rest})
         assert rest.pop("use_qk_l2norm_in_kernel")
         assert rest.pop("use_gate_in_kernel")

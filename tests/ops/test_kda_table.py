@@ -53,7 +53,7 @@ def test_boundaries_that_do_not_fit_touch_no_other_memory():
         used = made.counts > 0
         assert int(made.starts[used].min() if used.any() else 0) >= 0
         assert int((made.starts + made.counts)[used].max() if used.any() else 0) <= 100
-        assert 0 <= int(made.first.min())
+        assert int(made.first.min()) >= 0
         assert int(made.first.max()) <= made.chunks
         assert int(made.first_segment.max()) <= made.segments
 
