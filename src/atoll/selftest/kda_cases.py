@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,8 +99,10 @@ def _step(sequences: int, heads: int, width: int, dtype: torch.dtype) -> Case:
             conv = ConvState(cast(taps), cast(ring), position)
             held = cast(state)
             norm = OutputNorm(cast(scale), cast(gate))
+            step: Callable[..., Any] = kda_step
             with torch.no_grad():
-                o, held, conv = kda_step(*map(cast, tokens), *map(cast, rest), held, conv, slots=slots, norm=norm, backend=backend)
+                given = [cast(x) for x in (*tokens, *rest)]
+                o, held, conv = step(*given, held, conv, slots=slots, norm=norm, backend=backend)
             return {"o": o, "state": held, "window": conv.window}
 
         limit = 5e-3 if dtype == torch.bfloat16 else 1e-5

@@ -16,7 +16,7 @@ from atoll.ops.dispatch import HAS_TRITON, count, kernel_report, passed_over, st
 from atoll.ops.kda import fla_path
 from atoll.ops.kda.chunk import kda_chunk
 from atoll.ops.kda.chunk_op import kda_chunk_op
-from atoll.ops.kda.reference import kda_recurrent, log_decay
+from atoll.ops.kda.reference import Inputs, kda_recurrent, log_decay
 from atoll.ops.kda.step import ConvState, OutputNorm, kda_step
 from atoll.ops.kda.table import checked
 from atoll.ops.kda.tiles import anchor_limit
@@ -140,7 +140,7 @@ def kda(
 def _run(
     path: str,
     reason: str,
-    inputs: tuple[Tensor, ...],
+    inputs: Inputs,
     lower_bound: float | None,
     scale: float,
     state: Tensor | None,

@@ -205,8 +205,8 @@ def kda_triton(
     Raises:
         ValueError: boundaries known to the host do not fit.
     """
-    inputs = [x.contiguous() for x in (q, k, v, g, beta, A_log, dt_bias)]
+    inputs: Any = [x.contiguous() for x in (q, k, v, g, beta, A_log, dt_bias)]
     edges = boundaries if boundaries is None or isinstance(boundaries, Tensor) else torch.tensor(boundaries, dtype=torch.int64)
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *([] if initial_state is None else [initial_state])))
-    run = _op if learns or torch.compiler.is_compiling() else _forward
+    run: Any = _op if learns or torch.compiler.is_compiling() else _forward
     return run(*inputs, initial_state, edges, lower_bound, scale, output_final_state, _settings(config), segment)
