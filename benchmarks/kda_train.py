@@ -2,9 +2,10 @@
 
     python benchmarks/kda_train.py [--presets tiny,mini] [--steps 100] [--out kda_train.json]
 
-Three runs a preset, --jobs of them side by side: "kernels" (everything as on a GPU), "torch" (no Triton kernel at all), and "nudged" (torch,
-learning rates times 1 + 2^-9, the step of bfloat16). Runs that round differently part ways like runs that start a hair apart, so what
-the nudge does is the noise. Equal within noise: the mean distance of the loss curves over the second half is at most three times that.
+Three runs a preset, --jobs of them side by side: "kernels" (everything as on a GPU), "torch" (no Triton kernel at all), and "nudged"
+(torch, learning rates times 1 + 2^-9, the step of bfloat16). Runs that round differently part ways like runs that start a hair apart,
+so what the nudge does is the noise. Equal within noise: the mean distance of the loss curves over the second half is at most three
+times that of the nudged run.
 """
 
 from __future__ import annotations
