@@ -184,6 +184,24 @@ def import_(
     arguments.show(exchange.import_model(folder, out or None, dtype, shard_bytes, router_weights), json, exchange.render)
 
 
+def selftest(device: Literal["auto", "cpu", "cuda"] = "auto", json: bool = False) -> int:
+    """Check every op with a fast path against its definition in float64, on this machine; exit code 1 if one is off.
+
+    Args:
+        device: where; auto takes the GPU if there is one
+        json: print one JSON object
+    """
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = cuda: torch sees no CUDA device; leave --device out to check on the CPU")
+    from atoll import selftest as room
+
+    result = room.selftest(None if device == "auto" else device)
+    arguments.show(result, json, room.render)
+    return 0 if result["ok"] else 1
+
+
 VERBS = {
     "train": train,
     "sample": sample,
@@ -193,6 +211,7 @@ VERBS = {
     "plan": plan,
     "export": export,
     "import": import_,
+    "selftest": selftest,
 }
 WORDY = ("train", "compare")  # verbs that read their words themselves: any setting may stand among them
 
@@ -204,29 +223,29 @@ def usage() -> str:
     return "\n".join([*lines, "", "atoll VERB --help says more; atoll --version names the version."])
 
 
-def _dispatch(words: list[str]) -> None:
+def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
-        return
+        return 0
     if words[0] == "--version":
         print(f"atoll {__version__}")
-        return
+        return 0
     name, *rest = words
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, 1, 0.4)
         raise UserError(f"{name!r}: no such verb; " + (f"did you mean {near[0]}?" if near else f"one of {', '.join(VERBS)} is expected"))
     if name in WORDY:
         {"train": train, "compare": compare}[name](rest)
-    else:
-        arguments.call(VERBS[name], rest, f"atoll {name}")
+        return 0
+    return arguments.call(VERBS[name], rest, f"atoll {name}") or 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0 done, 2 the user's mistake, 130 interrupted."""
+    """Run the command; returns the exit code: 0 done, 1 a check failed, 2 the user's mistake, 130 interrupted."""
     try:
-        _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
-        return 0
+        return code
     except UserError as error:
         message = str(error)
     except BrokenPipeError:  # the reader of our output has gone; say nothing more

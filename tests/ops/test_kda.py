@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 
 from atoll.ops.kda import kda, kernel_report, log_decay
-from atoll.ops.kda.chunk import kda_chunk, tile_inverse
+from atoll.ops.kda.chunk import kda_chunk
+from atoll.ops.kda.chunk_forward import tile_inverse
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "kda"
 CASES = sorted(p.stem for p in GOLDEN.glob("*.safetensors") if p.stem[:3] in ("lb_", "sp_"))

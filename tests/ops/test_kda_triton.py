@@ -15,17 +15,18 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from test_kda import random_inputs, relative  # noqa: E402
 
 from atoll.ops.kda import kda, kernel_report  # noqa: E402
-from atoll.ops.kda.triton_path import Config, chunk_table, kda_triton, refusal  # noqa: E402
+from atoll.ops.kda.table import host_table  # noqa: E402
+from atoll.ops.kda.triton_path import Config, kda_triton, refusal  # noqa: E402
 
 
-def both(inputs, edges, state, config=None):
+def both(inputs, edges, state, **options):
     """Outputs, states and gradients: of the kernels in float32, of the recurrence in float64."""
     results = []
     for backend, dtype in (("triton", torch.float32), ("recurrent", torch.float64)):
         leaves = {key: value.to(DEVICE, dtype).requires_grad_() for key, value in inputs.items()}
         start = None if state is None else state.to(DEVICE, dtype).requires_grad_()
         if backend == "triton":
-            o, final = kda_triton(*leaves.values(), -5.0, 0.3, start, edges, config=config)
+            o, final = kda_triton(*leaves.values(), -5.0, 0.3, start, edges, **options)
         else:
             cu = None if edges is None else torch.tensor(edges)
             o, final = kda(**leaves, scale=0.3, initial_state=start, cu_seqlens=cu, output_final_state=True, backend=backend)
@@ -56,6 +57,7 @@ def test_batch_without_state_and_unequal_widths(width, value):
 
 
 def test_channels_in_halves_and_value_blocks():
+    """The loops that wide heads take: channels, columns and value columns in parts."""
     config = Config(
         prepare_channels=16,
         prepare_columns=16,
@@ -66,8 +68,10 @@ def test_channels_in_halves_and_value_blocks():
         pairs_channels=16,
         pairs_columns=16,
     )
-    small = random_inputs(1, 66, heads=1, width=32, value=32)
-    assert_close(*both(small, None, None, config))
+    inputs = random_inputs(1, 80, heads=1, width=32, value=32)
+    assert_close(*both(inputs, None, None, config=config))
+    state = torch.randn(3, 1, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert_close(*both(inputs, [0, 70, 70, 80], state, config=config, segment=1))
 
 
 def test_identical_keys():
@@ -91,8 +95,47 @@ def test_later_inputs_change_no_earlier_output_bit():
         assert torch.equal(run(mixed)[:, :cut], before[:, :cut])
 
 
+def test_gradients_of_a_prefix_loss_ignore_later_inputs_to_the_bit():
+    inputs, other = (random_inputs(1, 100, heads=1, width=16, value=16, dtype=torch.float32, seed=s) for s in (0, 1))
+
+    def gradients(values, cut):
+        leaves = {key: value.to(DEVICE).requires_grad_() for key, value in values.items()}
+        o = kda_triton(*leaves.values(), -5.0, 0.3, None, None)[0]
+        return dict(zip(leaves, torch.autograd.grad(o[:, :cut].square().sum(), list(leaves.values())), strict=True))
+
+    for cut in (20, 40, 70):
+        mixed = {k: torch.cat((v[:, :cut], other[k][:, cut:]), 1) if v.dim() > 2 else v for k, v in inputs.items()}
+        first, second = gradients(inputs, cut), gradients(mixed, cut)
+        for name in ("q", "k", "v", "g", "beta"):
+            assert torch.equal(first[name][:, :cut], second[name][:, :cut]), name
+            assert not second[name][:, cut:].any(), name
+
+
+@pytest.mark.parametrize(("segment", "long", "names"), [(0, 40, "qkvgb"), (1, 130, "k")])
+def test_nan_stays_in_its_document(segment, long, names):
+    end = 10 + long
+    inputs = list(random_inputs(1, end + 10, heads=1, width=16, value=16, dtype=torch.float32).values())
+    edges = [0, 10, end, end, end + 10]
+
+    def run(values):
+        leaves = [x.to(DEVICE).requires_grad_() for x in values]
+        o, final = kda_triton(*leaves, -5.0, 0.3, None, edges, segment=segment)
+        return [o.detach(), *torch.autograd.grad(o.sum() + final.sum(), leaves[:5])], final.detach()
+
+    clean, states = run(inputs)
+    for name in names:
+        dirty = [x.clone() for x in inputs]
+        dirty["qkvgb".index(name)][:, 30] = float("nan")
+        got, ends = run(dirty)
+        assert got[0][:, 30:end].isnan().any(), name
+        for a, b in zip(got, clean, strict=True):
+            assert torch.equal(a[:, :10], b[:, :10]), name
+            assert torch.equal(a[:, end:], b[:, end:]), name
+        assert torch.equal(ends[[0, 2, 3]], states[[0, 2, 3]]), name
+
+
 def test_table_of_chunks():
-    table = chunk_table((0, 0, 1, 130, 130), torch.device("cpu"))
+    table = host_table((0, 0, 1, 130, 130), torch.device("cpu"), 0)
     assert table.starts.tolist() == [0, 1, 65, 129]
     assert table.counts.tolist() == [1, 64, 64, 1]
     assert table.first.tolist() == [0, 0, 1, 4, 4]

@@ -17,6 +17,8 @@ from torch import Tensor
 
 L2_EPS = 1e-6
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, g, beta, A_log, dt_bias
+
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """The dtype arithmetic is done in: float32, or float64 when an input is."""

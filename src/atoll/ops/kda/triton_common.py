@@ -1,4 +1,4 @@
-"""What the Triton kernels of chunked KDA share. Imported only where Triton is; launched by `triton_path.py`.
+"""What the Triton kernels of chunked KDA share. Imported only where Triton is; launched by `triton_launches.py`.
 
 Chunks of 64 tokens, two blocks of 32. Log-decay G is kept in powers of two, counted from the start of each row's block. Scores of
 rows and columns of one block share an anchor 2^SHIFT above the block's start, those of the second block's rows and the first
@@ -11,6 +11,7 @@ float32; of the second kind both are at most one. No anchor lies after a row tha
 score. Entries that are not kept may overflow: they are selected away after the product, never multiplied by a mask.
 
 Intermediates are chunk-major, [chunks * heads, 64, D], filled with zeros past a document's end, so the scans load without masks.
+A slot without a chunk (`table.py`) has no tokens: its programs end at once, and no segment holds it.
 No kernel reads what another program of the same launch wrote, and no sum is atomic: results do not depend on scheduling.
 """
 
@@ -18,9 +19,6 @@ import os
 
 import triton
 import triton.language as tl
-
-TOKENS = 64  # tokens a chunk
-BLOCK = 32
 
 # The interpreter has no machine instructions; elsewhere subnormal results are flushed, which spares three instructions each.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")

@@ -24,6 +24,8 @@ def pair_gradient_kernel(
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
+    if count == 0:
+        return
     factor = strength(beta, start, h, H, 0, count, 64)
     base, step = (start * H + h) * V, H * V
     inverse = load(turned_inverse, place * 4096, 0, 0, 64, 64, 64)
@@ -95,6 +97,8 @@ def gradient_kernel(
     chunk, h = place // H, place % H
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
+    if count == 0:
+        return
     row = tl.arange(0, 64)
     early = (row < 32)[:, None]
     below = (row >= 32)[:, None] & (row < 32)[None, :]

@@ -25,6 +25,8 @@ def gate_kernel(
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
+    if count == 0:
+        return
     base, step = (start * H + h) * K, H * K
     channel = tl.arange(0, K)
     rate = tl.exp(tl.load(A_log + h).to(tl.float32))
@@ -100,6 +102,8 @@ def prepare_kernel(
     chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
+    if count == 0:
+        return
     base, step, at = (start * H + h) * K, H * K, place * (64 * K)
     norm_q0 = _norms(q, base, step, 0, count, K, C)
     norm_q1 = _norms(q, base, step, 32, count, K, C)
