@@ -149,7 +149,8 @@ def check(config: path.Config | None, shard: str = "0/1") -> list[dict]:
     index, count = map(int, shard.split("/"))
     every = cases()
     # a configuration for the full shape: float32 and wide keys have their own
-    results = [check_case(*c, config if c[2] == torch.bfloat16 and c[1][3] <= 128 else None) for c in every[index * len(every) // count : (index + 1) * len(every) // count]]
+    mine = every[index * len(every) // count : (index + 1) * len(every) // count]
+    results = [check_case(*c, config if c[2] == torch.bfloat16 and c[1][3] <= 128 else None) for c in mine]
     return results if index else [*results, {"causal": check_causal(config)}]
 
 

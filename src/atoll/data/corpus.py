@@ -43,16 +43,8 @@ class Corpus:
     notes: list[str] = field(default_factory=list)  # one line each on what was left out, repaired or chosen
 
 
-def open_corpus(config: DataConfig, model: ModelConfig, progress: Progress | None = None) -> Corpus:
-    """Read and split the source, train or load the tokenizer, tokenise both splits (all cached by content in `config.cache`).
-
-    `progress` is called with one line before each slow step. Raises `UserError` for a mistake in a setting or a file.
-    """
-    say = progress or (lambda line: None)
-    if config.kind == "chat":
-        from atoll.data.conversations import open_chat
-
-        return open_chat(config, model, say)
+def open_text(config: DataConfig, model: ModelConfig, say: Progress) -> Corpus:
+    """The corpus of files of text that `config.source` names. Raises `UserError`."""
     source = open_source(config)
     say(f"reading {len(source.files):,} files of {config.source}" if not source.single else f"reading {config.source}")
     found = survey(source, config)

@@ -30,13 +30,14 @@ class StepConfig(NamedTuple):
 
 
 def step_config(sequences: int, heads: int, width: int, value: int, fused: bool) -> StepConfig:
-    """Fixed settings: enough programs to give each of 132 multiprocessors two, then the widest slab.
+    """Fixed settings, by measurement on an H200 (benchmarks/decode_log.md): slabs of 32 columns, of 16 where that gives fewer than two
+    programs a multiprocessor; wider ones were slower at every batch.
 
     The norm needs all of V in one program: a head's 64 KiB are in flight at once, so few programs still load at full rate.
     """
     columns = value
     if not fused:
-        fitting = [c for c in (64, 32, 16) if c <= value]
+        fitting = [c for c in (32, 16) if c <= value]
         columns = next((c for c in fitting if sequences * heads * (value // c) >= 264), 16)
     # 32 to 64 state elements a thread, never fewer than a thread loads at once, or two warps would own one element
     warps = min(8, max(1, width * columns // 1024))

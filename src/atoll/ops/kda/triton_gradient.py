@@ -87,73 +87,72 @@ def gradient_kernel(
     """C channels: gradients of q, k, g, and this chunk's share of those of dt_bias and A_log.
 
     A pair of tokens adds to the gradient of G at the later token what it takes at the earlier; both come from the same rounded
-    operands, so that this cancels. Anchors as in `prepare_kernel`: `own` are columns of a row's block, `low` of the block before.
+    operands, so that this cancels. `own` are the columns of a row's own block; here, where sums run over tokens, the columns of the
+    block before differ from them by a factor a channel, 2^half, applied to the product in two halves: either alone fits float32.
     """
     place = (tl.program_id(0) // (K // C)).to(tl.int64)
     c = tl.program_id(0) % (K // C) * C
     chunk, h = place // H, place % H
     start = tl.load(starts + chunk).to(tl.int64)
     count = tl.load(counts + chunk)
-    early = (tl.arange(0, 64) < 32)[:, None]
-    below = (tl.arange(0, 64) >= 32)[:, None] & (tl.arange(0, 64) < 32)[None, :]
+    row = tl.arange(0, 64)
+    early = (row < 32)[:, None]
+    below = (row >= 32)[:, None] & (row < 32)[None, :]
     channel = c + tl.arange(0, C)
     back: tl.constexpr = 0.5**SHIFT
     base, step, at = (start * H + h) * K, H * K, place * (64 * K)
-    row = tl.arange(0, 64)
     token = start * H + h + row * H
     half = tl.load(sums + place * (2 * K) + channel)[None, :]
     late = tl.load(sums + place * (2 * K) + K + channel)[None, :]
+    root = exp2(half * 0.5)
+    G = load(decay, at, 0, c, 64, C, K)
+    norm = tl.load(norms_k + token, mask=row < count, other=0.0)[:, None]
+    unit = rows(k, base, step, 0, count, c, 64, C) * norm
+    up = exp2(G + SHIFT)
+    fall = exp2(-G - SHIFT)
+    own = (unit * fall).to(DOT)
+    # keys as rows
+    part = load(dinner, place * 4096, 0, 0, 64, 64, 64)
+    part_own = tl.where(below, 0.0, part).to(DOT)
+    part_low = tl.where(below, part, 0.0).to(DOT)
+    edge = (unit * up).to(DOT)
+    by = dot(part_own, own, DOT, PRECISION) + dot(part_low, own, DOT, PRECISION) * root * root
+    turn_own = dot(tl.trans(part_own), edge, DOT, PRECISION)
+    turn_low = dot(tl.trans(part_low), edge, DOT, PRECISION)
+    from_start = tl.where(early, back, root * back * root)
+    by += load(drow, at, 0, c, 64, C, K).to(tl.float32) * from_start
+    dlog = by * edge.to(tl.float32)
+    dk = by * up
+    # queries
+    norm = tl.load(norms_q + token, mask=row < count, other=0.0)[:, None]
+    unit = rows(q, base, step, 0, count, c, 64, C) * norm
+    part = load(dscores, place * 4096, 0, 0, 64, 64, 64)
+    part_own = tl.where(below, 0.0, part).to(DOT)
+    part_low = tl.where(below, part, 0.0).to(DOT)
+    edge = (unit * up).to(DOT)
+    by = dot(part_own, own, DOT, PRECISION) + dot(part_low, own, DOT, PRECISION) * root * root
+    turn_own = dot_to(tl.trans(part_own), edge, turn_own, DOT, PRECISION)
+    turn_low = dot_to(tl.trans(part_low), edge, turn_low, DOT, PRECISION)
+    by += load(dquery, at, 0, c, 64, C, K).to(tl.float32) * (from_start * scale)
+    dlog += by * edge.to(tl.float32)
+    by = by * up
+    if K == C:
+        along = tl.sum(unit * by, 1)[:, None]
+    else:
+        along = tl.load(along_q + token, mask=row < count, other=0.0)[:, None]
+    put_rows(dq_out, norm * (by - unit * along), base, step, 0, count, c, 64, C)
+    # keys as columns
+    turn_own += tl.where(early, turn_low * root * root, 0.0)
+    dlog -= turn_own * own.to(tl.float32)
+    dk += turn_own * fall
     norm = tl.load(norms_k + token, mask=row < count, other=0.0)[:, None]
     unit = rows(k, base, step, 0, count, c, 64, C) * norm
     G = load(decay, at, 0, c, 64, C, K)
-    own = (unit * exp2(-G - SHIFT)).to(DOT)
-    rest = exp2(tl.where(early, half, late) - G)
-    low = (unit * rest).to(DOT)
-    up = exp2(G + SHIFT)
-    # keys as rows
-    part = load(dinner, place * 4096, 0, 0, 64, 64, 64)
-    edge = unit * up
-    row_own = edge.to(DOT)
-    edge = edge * back
-    row_low = edge.to(DOT)
-    by_own = dot(tl.where(below, 0.0, part), own, DOT, PRECISION)
-    by_low = dot(tl.where(below, part, 0.0), low, DOT, PRECISION)
-    turn_own = dot(tl.trans(tl.where(below, 0.0, part).to(DOT)), row_own, DOT, PRECISION)
-    turn_low = dot(tl.trans(tl.where(below, part, 0.0).to(DOT)), row_low, DOT, PRECISION)
-    d = load(drow, at, 0, c, 64, C, K).to(tl.float32) * tl.where(early, 1.0, exp2(half))
-    dlog = edge * d + by_own * row_own.to(tl.float32) + by_low * row_low.to(tl.float32)
-    dk = by_own * up + (d + by_low) * (up * back)
-    d = load(dcol, at, 0, c, 64, C, K).to(tl.float32) * (tl.where(early, exp2(late), 1.0) * rest)
-    dk += d
-    d = unit * d
-    dlog -= d
-    last = tl.load(dend + place * K + channel) * tl.sum(exp2(half + late), 0) + tl.sum(d, 0)
-    # queries
-    norm_q = tl.load(norms_q + token, mask=row < count, other=0.0)[:, None]
-    unit = rows(q, base, step, 0, count, c, 64, C) * norm_q
-    part = load(dscores, place * 4096, 0, 0, 64, 64, 64)
-    edge = unit * up
-    row_own = edge.to(DOT)
-    edge = edge * back
-    row_low = edge.to(DOT)
-    by_own = dot(tl.where(below, 0.0, part), own, DOT, PRECISION)
-    by_low = dot(tl.where(below, part, 0.0), low, DOT, PRECISION)
-    turn_own = dot_to(tl.trans(tl.where(below, 0.0, part).to(DOT)), row_own, turn_own, DOT, PRECISION)
-    turn_low = dot_to(tl.trans(tl.where(below, part, 0.0).to(DOT)), row_low, turn_low, DOT, PRECISION)
-    d = load(dquery, at, 0, c, 64, C, K).to(tl.float32) * (tl.where(early, scale, exp2(half) * scale))
-    dlog += edge * d + by_own * row_own.to(tl.float32) + by_low * row_low.to(tl.float32)
-    d = by_own * up + (d + by_low) * (up * back)
-    if K == C:
-        along = tl.sum(unit * d, 1)[:, None]
-    else:
-        along = tl.load(along_q + token, mask=row < count, other=0.0)[:, None]
-    put_rows(dq_out, norm_q * (d - unit * along), base, step, 0, count, c, 64, C)
-    # keys as columns
-    dlog -= turn_own * own.to(tl.float32) + turn_low * low.to(tl.float32)
-    G = load(decay, at, 0, c, 64, C, K)
-    rest = exp2(tl.where(early, half, 0.0) - G)
-    dk += turn_own * exp2(-G - SHIFT) + tl.where(early, turn_low * rest, 0.0)
-    unit = rows(k, base, step, 0, count, c, 64, C) * norm
+    to_end = load(dcol, at, 0, c, 64, C, K).to(tl.float32) * exp2(tl.where(early, half + late, late) - G)
+    dk += to_end
+    to_end = unit * to_end
+    dlog -= to_end
+    last = tl.load(dend + place * K + channel) * tl.sum(exp2(half + late), 0) + tl.sum(to_end, 0)
     if K == C:
         along = tl.sum(unit * dk, 1)[:, None]
     else:

@@ -43,8 +43,8 @@ class Config(NamedTuple):
     back_warps: int = 8
     back_stages: int = 2
     pairs_channels: int = 64
-    pairs_columns: int = 128
-    pairs_warps: int = 8
+    pairs_columns: int = 64
+    pairs_warps: int = 4
     pairs_stages: int = 1
     gradient_channels: int = 32
     gradient_warps: int = 4

@@ -1,0 +1,16 @@
+"""The one way in: a corpus of whatever kind the settings name."""
+
+from __future__ import annotations
+
+from atoll.config import DataConfig, ModelConfig
+from atoll.data.conversations import open_chat
+from atoll.data.corpus import Corpus, Progress, open_text
+
+
+def open_corpus(config: DataConfig, model: ModelConfig, progress: Progress | None = None) -> Corpus:
+    """Read and split the source, train or load the tokenizer, tokenise both splits (text cached by content in `config.cache`).
+
+    `progress` is called with one line before each slow step. Raises `UserError` for a mistake in a setting or a file.
+    """
+    say = progress or (lambda line: None)
+    return open_chat(config, model, say) if config.kind == "chat" else open_text(config, model, say)
