@@ -155,7 +155,7 @@ def test_a_run_that_was_to_end_without_an_evaluation_is_finished(tmp_path):
     (tmp_path / "whole" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines if x.get("kind") != "final"))
     text = report.write(tmp_path / "whole").read_text()
     assert "not finished" not in text
-    assert "are measured by atoll eval whole" in text
+    assert "are measured by atoll eval on this run" in text
     assert "not finished" in report.write(write_run(tmp_path / "part", steps=20, finished=False, probes=1, **overrides)).read_text()
 
 

@@ -160,7 +160,7 @@ def _latest_validation(run: Run) -> str:
     if not known:
         return '<p class="note">Nothing was measured on held-out files yet.</p>'
     last = known[-1]
-    rest = "are measured when the run ends" if run.config.train.evaluate else f"are measured by atoll eval {run.name}"
+    rest = "are measured when the run ends" if run.config.train.evaluate else "are measured by atoll eval on this run"
     return (
         f"<p>{number(last['bits_per_byte']):.3f} at step {last['step']:,}, on a fixed part of the held-out files. "
         f"All of them, beside gzip and xz, {text(rest)}.</p>"
