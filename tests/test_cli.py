@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -73,7 +74,22 @@ def test_every_verb_explains_its_words(verb, capsys):
     assert cli.main([verb, "--help"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert f"atoll {verb}" in out
+    assert out.startswith(f"usage: atoll {verb} ")
+    assert max(map(len, out.splitlines())) <= 100
+    rows = {words[0]: words[1:] for line in out.splitlines() if line.startswith("  ") and (words := line.split())}
+    for name, given in inspect.signature(cli.VERBS[verb]).parameters.items():
+        flag = name.replace("_", "-")
+        row = next(rows[head] for head in (f"--{flag}", f"--[no-]{flag}", flag.upper()) if head in rows)
+        assert len(row) > 2, name  # a default, and a meaning of more than one word
+        if given.default is not given.empty and f"--{flag}" in rows:
+            assert row[0] in ("none", str(given.default).lower(), f"{given.default:,.0f}" if isinstance(given.default, float) else "")
+
+
+def test_help_names_the_words_a_setting_may_be(capsys):
+    assert cli.main(["export", "--help"]) == 0
+    assert "(float32 or bfloat16)" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["train", "--help"]) == 0
+    assert "(none, mxfp4 or mxfp4+mxfp8)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_of_train_shows_every_setting_with_value_and_meaning(capsys):
@@ -176,9 +192,13 @@ def test_resume_reads_the_runs_own_config(trained):
         ("sample", ["RUN is missing", "atoll sample --help"]),
         ("sample nowhere text", ["nowhere", "no such folder"]),
         ("sample . text", ["config.toml"]),
-        ("sample . text --tokens many", ["tokens", "many"]),
+        ("sample . text --tokens many", ["tokens = 'many'", "a whole number is expected", "atoll sample --help"]),
         ("sample . text --tokes 3", ["--tokes", "did you mean --tokens?"]),
-        ("sample . text more", ["more"]),
+        ("sample . text more", ["more", "quotes"]),
+        ("sample . text --temperature warm", ["temperature = 'warm'", "a number is expected"]),
+        ("sample . text --tokens", ["--tokens", "a value is expected"]),
+        ("export . x --dtype float16", ["dtype = 'float16'", "one of bfloat16, float32 is expected"]),
+        ("plan .", ["no config.json"]),
         ("eval", ["RUN is missing"]),
         ("eval nowhere", ["nowhere"]),
         ("report nowhere", ["nowhere"]),
@@ -306,6 +326,14 @@ def test_sample_continues_text_and_repeats_by_seed(run, part, capsys):
     assert texts[0].startswith("def parse")
     assert texts[0].endswith("\n")
     assert len(texts[0]) > len("def parse\n")
+
+
+def test_plan_reads_a_run_and_a_hub_folder(run, capsys):
+    totals = []
+    for name in (run, run / "model", run / "config.toml"):
+        assert cli.main(["plan", str(name), "--json"]) == 0
+        totals.append(json.loads(capsys.readouterr().out)["total"])
+    assert totals[0] == totals[1] == totals[2]
 
 
 def test_sample_refuses_a_damaged_model_and_a_foreign_tokenizer(run, tmp_path, capsys):

@@ -12,12 +12,14 @@ import json
 import re
 import sys
 import textwrap
+import types
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.config import ALIASES, Config, StageConfig, UserError, describe, load_config, override, presets
+from atoll.config import ALIASES, Config, ModelConfig, StageConfig, UserError, describe, load_config, override, presets
 
 OWN_FLAGS = ("resume", "minutes", "out")
 
@@ -82,7 +84,10 @@ def _near(name: str) -> str | None:
 
 
 def call(verb: Callable[..., Any], words: list[str], prog: str) -> Any:
-    """Call `verb` with `words` read by its signature. Help is printed as usual; a mistake is a one-line `UserError`."""
+    """Call `verb` with `words` read by its signature, or print its help. A mistake is a one-line `UserError`."""
+    if {"-h", "--help"} & set(words):
+        print(verb_help(verb, prog))
+        return None
     import tyro
 
     _known_flags(verb, words, prog)
@@ -90,9 +95,7 @@ def call(verb: Callable[..., Any], words: list[str], prog: str) -> Any:
     try:
         with contextlib.redirect_stderr(heard):
             ready = tyro.cli(_later(verb), args=words, prog=prog)
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            return None
+    except SystemExit:
         _refuse(heard.getvalue(), prog)
     return ready()
 
@@ -118,20 +121,66 @@ def _later(verb: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
 
 
 def _refuse(box: str, prog: str) -> NoReturn:
-    """The parser's message, a framed paragraph, as one line."""
+    """The parser's message, a framed paragraph, as one line of ours."""
     rows = [re.sub(r"[╭╮╰╯│─]+|-{4,}", " ", line).strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
     frame = [row for row in rows[1:] if row]  # the first row is the frame's title
     text = re.split(r"\s(?:Argument helptext:|For full helptext)", " ".join(frame))[0]
     text = re.sub(r"\s+", " ", text).strip()
-    missing = re.match(r"Missing from [^:]*: ?(.*)", text)
-    if missing:
-        text = f"{missing[1].split()[0]} is missing"
-    elif wrong := re.match(r"Error parsing (\S+): (.*)", text):
-        text = f"{wrong[1].lstrip('-')}: {wrong[2]}"
+    for pattern, ours in PARSER_SAYS.items():
+        if found := re.match(pattern, text):
+            text = ours(*found.groups())
+            break
     raise UserError(f"{text}; see {prog} --help")
 
 
-# ---------------------------------------------------------------- help for train
+def _one_of(value: str, name: str, choices: str) -> str:
+    words = sorted(set(re.findall(r"'([^']*)'", choices)) - {"None"})
+    return f"{name} = {value}: {'one of ' * (len(words) > 1)}{', '.join(words)} is expected"
+
+
+# What the parser says, and how we say it.
+PARSER_SAYS: dict[str, Callable[..., str]] = {
+    r"Missing from [^:]*: ?(\S+)": "{} is missing".format,
+    r"Missing value for argument '(\S+)'": "{}: a value is expected".format,
+    r"Unrecognized options: (.*)": "{}: more than is expected; a text of several words is put in quotes".format,
+    r"Error parsing --(\S+): invalid literal for int\(\)[^:]*: (.*)": "{} = {}: a whole number is expected".format,
+    r"Error parsing --(\S+): could not convert string to float: (.*)": "{} = {}: a number is expected".format,
+    r"invalid choice (.*) for argument '--(\S+)'\. Expected one of (.*)": _one_of,
+    r"Error parsing -*(\S+): (.*)": "{}: {}".format,
+}
+
+
+# ---------------------------------------------------------------- help
+
+
+def verb_help(verb: Callable[..., Any], prog: str, width: int = 100) -> str:
+    """Usage, purpose, and every word and flag of `verb` with its default and meaning, read from its signature and docstring."""
+    hints = typing.get_type_hints(verb, include_extras=True)
+    purpose, _, listed = inspect.cleandoc(verb.__doc__ or "").partition("\n\nArgs:\n")
+    meanings = dict(re.findall(r"^ +(\w+): (.+)$", listed, re.M))
+    usage, cells = [f"usage: {prog}"], []
+    for name, given in inspect.signature(verb).parameters.items():
+        metavar = next((m.metavar for m in getattr(hints[name], "__metadata__", ()) if getattr(m, "metavar", None)), None)
+        required, meaning = given.default is inspect.Parameter.empty, meanings.get(name, "") + _choices(hints[name])
+        if metavar:
+            usage.append(metavar if required else f"[{metavar}]")
+            cells.append((metavar, "", meaning))
+        else:
+            flag = ("[no-]" if given.default is True else "") + name.replace("_", "-")
+            usage.append(f"[--{flag}]" if isinstance(given.default, bool) else f"[--{flag} {name.split('_')[-1].upper()}]")
+            cells.append((f"--{flag}", _shown(given.default), meaning))
+    whole = " ".join(word.replace(" ", "\xa0") for word in usage)
+    head = textwrap.fill(whole, width, subsequent_indent=" " * (len(usage[0]) + 1), break_on_hyphens=False).replace("\xa0", " ")
+    return "\n".join([head, "", *textwrap.wrap(purpose, width), "", *_aligned(cells, width)])
+
+
+def _choices(hint: Any) -> str:
+    """The words that a setting may be, as " (situ or silu)"; empty where it is free."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union, typing.Annotated):
+        return next((found for part in typing.get_args(hint) if (found := _choices(part))), "")
+    words = [str(word) for word in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
+    return f" ({', '.join(words[:-1])} or {words[-1]})" if len(words) > 1 else ""
+
 
 TRAIN_USAGE = """\
 usage: atoll train CONFIG [--group.name VALUE ...] [--minutes N] [--out DIR]
@@ -171,7 +220,13 @@ def _group_help(name: str, group: Any, width: int) -> list[str]:
 
 def _rows(group: Any, prefix: str, meanings: dict[str, str], width: int) -> list[str]:
     plain = {f.name: getattr(group, f.name) for f in dataclasses.fields(group) if not dataclasses.is_dataclass(getattr(group, f.name))}
-    cells = [(f"--{prefix}{name}", _shown(value), meanings.get(name, "")) for name, value in plain.items()]
+    hints = typing.get_type_hints(type(group))
+    cells = [(f"--{prefix}{name}", _shown(value), meanings.get(name, "") + _choices(hints[name])) for name, value in plain.items()]
+    return _aligned(cells, width)
+
+
+def _aligned(cells: list[tuple[str, str, str]], width: int) -> list[str]:
+    """Rows of flag, value and meaning, the meaning wrapped in its own column."""
     flags, values = (max(len(cell[i]) for cell in cells) for i in (0, 1))
     indent = 2 + flags + 2 + values + 2
     rows = []
@@ -184,6 +239,8 @@ def _rows(group: Any, prefix: str, meanings: dict[str, str], width: int) -> list
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or '""'
+    if isinstance(value, float) and value >= 1e6:
+        return f"{value:,.0f}"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -221,6 +278,18 @@ def start_config(name: str, overrides: dict[str, Any]) -> Config:
     if shape:
         raise UserError(f"--{shape}: does not go with {name!r}; the model's shapes are those of its weights")
     return override(settings(name, str(overrides.get("data.kind")) == "chat"), overrides)
+
+
+def model_settings(name: str) -> ModelConfig:
+    """The shapes of a preset, a TOML file, a run, or a folder in the hub's layout. Raises `UserError`."""
+    folder = Path(name).expanduser()
+    if ("/" not in name and name in (*presets(), *ALIASES)) or not folder.is_dir():
+        return load_config(name).model
+    if (folder / "config.toml").is_file():
+        return load_config(folder / "config.toml").model
+    from atoll.hub.load import read_config
+
+    return read_config(folder)
 
 
 def free_folder(parent: Path, name: str) -> Path:

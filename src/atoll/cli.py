@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from atoll import __version__, arguments
-from atoll.config import UserError, load_config, presets
+from atoll.config import UserError, presets
 
 Run = Annotated[Positional[str], arg(metavar="RUN")]
 
@@ -120,12 +120,12 @@ def plan(name: Annotated[Positional[str], arg(metavar="NAME")], json: bool = Fal
     """Count parameters, memory and state of a model before anything is trained.
 
     Args:
-        name: a preset or a TOML file
+        name: a preset, a TOML file, a run's folder, or a folder in the hub's layout
         json: print one JSON object
     """
     from atoll.plan import summary
 
-    arguments.show(summary.report(load_config(name).model), json, summary.render)
+    arguments.show(summary.report(arguments.model_settings(name)), json, summary.render)
 
 
 def export(
@@ -142,7 +142,7 @@ def export(
     Args:
         run: a run's folder, one of its checkpoints (RUN/checkpoints/step-N), or a folder in the hub's layout
         folder: a new folder, or an older export to be replaced
-        dtype: type of most tensors; decay, convolutions, head norms and router bias stay float32 (default: as they are)
+        dtype: type of most tensors; decay, convolutions, head norms and router bias stay float32; none leaves them as they are
         shard_bytes: most bytes in one weight file
         form: what is written; text is the text model
         check: load the result in this program and compare its logits with ours
@@ -171,8 +171,8 @@ def import_(
         folder: a folder in the hub's layout, from whatever source
         out: a new folder, or an older one that Atoll wrote
         check: only check; write nothing
-        router_weights: which scores weigh the experts, where config.json does not say; released files never do (then unbiased)
-        dtype: type of most tensors (default: as they are stored)
+        router_weights: which scores weigh the experts, where config.json does not say (released files never do); none takes unbiased
+        dtype: type of most tensors; none leaves them as they are stored
         shard_bytes: most bytes in one weight file
         json: print one JSON object
     """

@@ -51,7 +51,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes of the model. Names follow the hub's `config.json` where it has one (architecture.md §1.2)."""
+    """Shapes of the model. Names follow the hub's `config.json` where it has one."""
 
     vocab_size: int = 4096  # tokens in the vocabulary, special tokens included
     hidden_size: int = 128  # width of the residual stream
@@ -79,12 +79,12 @@ class ModelConfig:
     latent_moe_use_norm: bool = True  # RMSNorm on the summed latent before it is projected up
     moe_renormalize: bool = True  # divide the mixture weights by their sum
     routed_scaling_factor: float = 1.0  # factor on the mixture weights
-    router_weights: Literal["unbiased", "biased"] = "unbiased"  # scores the mixture weights come from
+    router_weights: Literal["unbiased", "biased"] = "unbiased"  # scores that weigh the chosen experts: without or with the bias
     hidden_act: Literal["situ", "silu"] = "situ"  # activation of every GLU
     activation_situ_beta: float = 4.0  # cap of SiTU's gate
     activation_situ_linear_beta: float | None = 25.0  # cap of SiTU's linear half; "none" leaves it uncapped
-    quantization: Literal["none", "mxfp4", "mxfp4+mxfp8"] = "none"  # routed experts: 4-bit weights, and 8-bit activations, in every pass
-    residual: Literal["block", "full", "plain"] = "block"  # how layers see earlier layers
+    quantization: Literal["none", "mxfp4", "mxfp4+mxfp8"] = "none"  # routed experts in 4 bits, their inputs in 8
+    residual: Literal["block", "full", "plain"] = "block"  # earlier layers are seen as mixes of block sums, of all sums, or one sum
     attn_res_block_size: int = 2  # decoder layers in one block of the attention residual
     rms_norm_eps: float = 1e-5  # epsilon of the decoder's norms
     latent_norm_eps: float = 1e-6  # epsilon of MLA's two latent norms
@@ -96,7 +96,7 @@ class ModelConfig:
     vision: VisionConfig | None = None  # the tower that reads images; "none" is a text model
 
     def full_attention(self) -> tuple[int, ...]:
-        """MLA layers, counted from 1 as in the hub's lists (architecture.md §1.5)."""
+        """MLA layers, counted from 1 as in the hub's lists: every fourth and the last unless set."""
         if self.full_attn_layers is not None:
             return self.full_attn_layers
         every = range(4, self.num_hidden_layers + 1, 4)
@@ -145,7 +145,7 @@ class DataConfig:
     text_field: str = "text"  # field of a JSONL or parquet record that holds the text
     suffixes: tuple[str, ...] = ()  # file endings read from a folder; empty takes every text file
     thinking: bool = True  # of chat: assistants have a think channel, also an empty one; a conversation may say otherwise
-    heldout: float = 0.02  # share of files kept for validation, by a hash of their path
+    heldout: float = 0.02  # share of the documents kept for validation, by a hash of path or text
     max_bytes: int | None = None  # stop reading the training split after this many bytes
     tokenizer: str = "train"  # "train" fits a byte-level BPE on the training split; or a path to tokenizer.json
     cache: str = "~/.cache/atoll"  # where tokenizers and token files are kept
@@ -154,7 +154,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """Per-head Muon for matrices, AdamW for the rest (training.md §3)."""
+    """Per-head Muon for matrices, AdamW for the rest."""
 
     lr: float = 4e-3  # peak learning rate of Muon
     adam_lr: float = 4e-3  # peak learning rate of AdamW
@@ -455,9 +455,6 @@ MODEL_POSITIVE = (
 VISION_POSITIVE = (
     *("vt_num_hidden_layers", "vt_hidden_size", "vt_num_attention_heads", "qkv_hidden_size", "vt_intermediate_size", "patch_size"),
     *("init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time", "projector_ln_eps", "norm_eps"),
-)
-TRAIN_POSITIVE = (
-    *("steps", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"),
 )
 
 

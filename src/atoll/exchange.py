@@ -160,12 +160,15 @@ def render(found: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def progress(verb: str) -> Iterator[Callable[[int, int], None]]:
     """A function that shows, on stderr, how far a folder is and when it will be done; short work shows nothing."""
-    screen, begun = Screen(sys.stderr), time.monotonic()
+    screen, first = Screen(sys.stderr), []  # the first call's time and bytes: what went before it says nothing of the speed
 
     def watch(done: int, total: int) -> None:
-        passed = time.monotonic() - begun
+        now = time.monotonic()
+        if not first:
+            first.extend([now, done])
+        passed = now - first[0]
         if passed > 2:
-            left = passed * (total - done) / max(done, 1)
+            left = passed * (total - done) / max(done - first[1], 1)
             screen.live(f"{binary(done)} of {binary(total)} {verb} · ETA {duration(left)}")
 
     try:

@@ -11,6 +11,7 @@ from hub.golden import GOLDEN
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
+from atoll import cli
 from atoll.hub import export
 from atoll.model import load
 
@@ -36,6 +37,21 @@ def test_what_transformers_saves_is_what_atoll_wrote(tmp_path, form, dtype):
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "c" / name).read_bytes(), name
     hugging(tmp_path / "b", dtype)  # the code went along
+
+
+def test_eval_runs_the_code_that_atoll_wrote_and_no_other(tmp_path, capsys):
+    folder = export.save(build(), tmp_path / "a", dtype=torch.float32)
+    words = ["eval", str(folder), "--against", "transformers"]
+    assert cli.main(words) == 0
+    assert "agrees within 0.001" in capsys.readouterr().out
+    code = folder / "modeling_kimi_k3.py"
+    written = code.read_bytes()
+    code.write_bytes(written + b"\n")
+    assert cli.main(words) == 2
+    assert "is not run; write it anew by atoll export" in capsys.readouterr().err
+    code.write_bytes(written)
+    (folder / "custom_generate").mkdir()
+    assert cli.main(words) == 2
 
 
 def test_shards_of_both_sides(tmp_path):

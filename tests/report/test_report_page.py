@@ -8,10 +8,11 @@ import shutil
 import numpy as np
 import pytest
 from fake_run import SAMPLES, write_run
+from matplotlib.figure import Figure
 
 from atoll import report
 from atoll.config import UserError
-from atoll.report import layers, page, plots
+from atoll.report import curves, layers, page, plots
 from atoll.report.look import LIGHT
 from atoll.report.run import read
 
@@ -146,6 +147,27 @@ def test_an_unfinished_run_says_what_is_missing(tmp_path):
     assert "No probe of the expert load yet." in text
     assert not (run / "plots" / "expert_load.png").exists()
     assert (run / "plots" / "overview.png").exists()
+
+
+def test_a_run_that_was_to_end_without_an_evaluation_is_finished(tmp_path):
+    overrides = {"train.evaluate": False}
+    write_run(tmp_path / "whole", steps=20, probes=1, **overrides)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    (tmp_path / "whole" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines if x.get("kind") != "final"))
+    text = report.write(tmp_path / "whole").read_text()
+    assert "not finished" not in text
+    assert "are measured by atoll eval on this run" in text
+    assert "not finished" in report.write(write_run(tmp_path / "part", steps=20, finished=False, probes=1, **overrides)).read_text()
+
+
+def test_a_single_validation_is_within_the_frame(tmp_path):
+    run = write_run(tmp_path / "r", steps=10, finished=False, probes=0)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [x for x in lines if x.get("kind") != "validation"] + [{"kind": "validation", "step": 6, "bits_per_byte": 0.5}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in kept))
+    figure = Figure()
+    curves.bits_per_byte(figure, read(run), LIGHT)
+    assert figure.axes[0].get_ylim()[0] < 0.5
 
 
 @pytest.mark.parametrize("steps", [1, 10])

@@ -97,10 +97,11 @@ def test_long_work_shows_how_far_it_is(monkeypatch, capsys):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(exchange.time, "monotonic", lambda: float(next(clock)))
     with exchange.progress("written") as watch:
-        watch(1 << 20, 4 << 20)
+        watch(1 << 20, 4 << 20)  # after whatever was done before, loading say: no speed yet
+        watch(2 << 20, 4 << 20)
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "1 MiB of 4 MiB written · ETA 0:30\n"
+    assert err == "2 MiB of 4 MiB written · ETA 0:20\n"
 
 
 def test_evaluation_against_a_file(run, tmp_path, capsys):

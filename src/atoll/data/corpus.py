@@ -90,7 +90,7 @@ def _tokenised(
     if (kept := docs.read_tokens(stem, tokenizer, model)) is not None:
         return kept
     if not heldout:
-        say(f"tokenising {found.train_bytes / 1e6:.1f} MB")
+        say(f"tokenising {found.train_bytes / 1e6:,.1f} MB" if found.train_bytes >= 1e5 else f"tokenising {found.train_bytes:,} bytes")
     texts = ((d.name, d.text) for d in found.documents(source, heldout))
     docs.write_tokens(stem, docs.encode_documents(texts, tokenizer), model)
     kept = docs.read_tokens(stem, tokenizer, model)
@@ -102,7 +102,8 @@ def _tokenised(
 def _notes(found: Survey) -> list[str]:
     stats, notes = found.stats, []
     if stats.undecodable:
-        notes.append(f"{stats.undecodable:,} bytes are not UTF-8 and were replaced by U+FFFD")
+        few = "1 byte is not UTF-8 and was" if stats.undecodable == 1 else f"{stats.undecodable:,} bytes are not UTF-8 and were"
+        notes.append(f"{few} replaced by U+FFFD")
     left_out = [(stats.binary, "binary"), (stats.empty, "empty"), (stats.links, "symbolic links")]
     if any(count for count, _ in left_out):
         notes.append("left out: " + ", ".join(f"{count:,} {what}" for count, what in left_out if count))

@@ -55,8 +55,8 @@ class ConversationSampler:
     def note(self) -> str:
         """One line on what the rows hold."""
         filled = int(self._sizes.sum()) / (len(self._rows) * self.length)
-        lost = f"{self.cut:,} cut after an earlier message, {self.dropped:,} left out" if self.cut or self.dropped else "none too long"
-        return f"rows of {self.length:,} tokens: {len(self._rows):,}, {filled:.0%} filled; conversations longer than a row: {lost}"
+        lost = f"{self.cut:,} cut after an earlier message, {self.dropped:,} left out" if self.cut or self.dropped else "none"
+        return f"{len(self._rows):,} rows of {self.length:,} tokens, {filled:.0%} filled; conversations longer than a row: {lost}"
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Row `index` (0 or more): ids int64 [length], padded, and the positions in it where a segment starts."""

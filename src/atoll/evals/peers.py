@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atoll.config import UserError
 from atoll.evals.parity import Reference
+from atoll.hub.export import carries_our_code
 
 Logits = Callable[[Tensor], Tensor]  # input_ids int64 [B,T] → logits float32 [B,T,V]
 
@@ -36,16 +37,22 @@ def mlx_lm(folder: Path) -> Logits:
 
 
 def transformers(folder: Path) -> Logits:
-    """transformers' own class for `folder` in float32; no code of the folder is run. Raises `UserError` when it refuses the folder."""
+    """transformers' own class for `folder` in float32, or the code that Atoll writes beside a model; no other code of a folder is run.
+
+    Raises `UserError` when transformers refuses the folder.
+    """
     try:
         from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"check = 'transformers': {error.name} is not installed; pip install transformers") from None
+    ours = carries_our_code(folder)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False, output_loading_info=True, local_files_only=True
+            folder, dtype=torch.float32, trust_remote_code=ours, output_loading_info=True, local_files_only=True
         )
     except (ValueError, OSError, KeyError) as error:
+        if "custom code" in str(error):
+            raise UserError(f"{folder}: its code is not what this Atoll writes and is not run; write it anew by atoll export") from None
         raise UserError(f"{folder}: transformers refuses it ({' '.join(str(error).split())[:200]})") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):

@@ -50,6 +50,15 @@ class SavedTokenizer(Protocol):
         ...
 
 
+def carries_our_code(folder: Path) -> bool:
+    """Whether the code that transformers would run from `folder` is, byte for byte, what this version writes, and nothing else."""
+    tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if tree.get("auto_map") != AUTO_MAP or (folder / "custom_generate").exists():
+        return False
+    written = [(folder / name, Path(__file__).parent / "remote" / name) for name in REMOTE]
+    return all(path.is_file() and path.read_bytes() == source.read_bytes() for path, source in written)
+
+
 def save(
     model: nn.Module,
     folder: str | Path,

@@ -90,7 +90,7 @@ def bits_per_byte(figure: Any, run: Run, look: Look) -> None:
     lines = [(number(final.get(key)), name, colour) for key, name, colour in names]
     lines = [(v, n, c) for v, n, c in lines if np.isfinite(v)]
     base(axes, run, look)
-    axes.set_ylim(*bounds(level, [v for v, _, _ in lines] + [v for _, v in held[1:]]))
+    axes.set_ylim(*bounds(level, [v for v, _, _ in lines] + [v for _, v in held[1:] or held]))
     for value, name, colour in lines:
         if name != everything:
             axes.axhline(value, color=colour, linewidth=1.2, linestyle=(0, (5, 3)))

@@ -95,7 +95,7 @@ def _machine(start: Line) -> list[tuple[str, object]]:
 
 def _notes(run: Run) -> str:
     notes = []
-    if run.final is None:
+    if not _ended(run):
         notes.append("This run is not finished: what follows is its state at its last written step.")
     skipped = sum(bool(line.get("skipped")) for line in run.steps)
     if skipped:
@@ -103,6 +103,12 @@ def _notes(run: Run) -> str:
     if run.damaged:
         notes.append(f"{run.damaged:,} damaged lines or probes were left out.")
     return "".join(f'<p class="note">{text(note)}</p>\n' for note in notes)
+
+
+def _ended(run: Run) -> bool:
+    """Whether nothing is left to do: measured at the end, or, where that was not asked for, at its last step."""
+    t = run.config.train
+    return run.final is not None or (not t.evaluate and t.steps is not None and run.steps[-1]["step"] >= t.steps)
 
 
 def training_seconds(run: Run) -> float:
@@ -160,9 +166,10 @@ def _latest_validation(run: Run) -> str:
     if not known:
         return '<p class="note">Nothing was measured on held-out files yet.</p>'
     last = known[-1]
+    rest = "are measured when the run ends" if run.config.train.evaluate else "are measured by atoll eval on this run"
     return (
         f"<p>{number(last['bits_per_byte']):.3f} at step {last['step']:,}, on a fixed part of the held-out files. "
-        "All of them, beside gzip and xz, are measured when the run ends.</p>"
+        f"All of them, beside gzip and xz, {text(rest)}.</p>"
     )
 
 
