@@ -456,6 +456,9 @@ VISION_POSITIVE = (
     *("vt_num_hidden_layers", "vt_hidden_size", "vt_num_attention_heads", "qkv_hidden_size", "vt_intermediate_size", "patch_size"),
     *("init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time", "projector_ln_eps", "norm_eps"),
 )
+# Far over every model's; the product of any three fits an index of 64 bits.
+LARGEST = {"width": 1 << 18, "vocab_size": 1 << 24, "num_hidden_layers": 1 << 12, "vt_num_hidden_layers": 1 << 12, "patch_size": 1 << 12}
+LARGEST |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id"), LARGEST["vocab_size"])
 
 
 def validate(config: Config) -> None:
@@ -473,9 +476,18 @@ def _positive(group: Any, prefix: str, names: typing.Iterable[str]) -> None:
             _refuse(prefix + name, value, "a number above 0 is expected")
 
 
+def _bounded(group: Any, prefix: str) -> None:
+    """Refuse a number that no tensor's size can be made of: a slip, or a damaged file."""
+    for name, value in vars(group).items():
+        most = LARGEST.get(name, LARGEST["width"])
+        if isinstance(value, int) and value > most:
+            _refuse(prefix + name, value, f"at most {most:,} is expected")
+
+
 def validate_model(m: ModelConfig) -> None:
     """Refuse shapes that cannot be built or trained."""
     _positive(m, "model.", MODEL_POSITIVE)
+    _bounded(m, "model.")
     if m.num_experts_per_token >= m.num_experts:
         _refuse("model.num_experts_per_token", m.num_experts_per_token, f"must be below num_experts = {m.num_experts}")
     if m.num_experts_per_token == 1 and m.moe_renormalize:
@@ -529,6 +541,7 @@ def validate_balance(b: BalanceConfig) -> None:
 
 def _validate_vision(v: VisionConfig, vocab_size: int, special: dict[str, int]) -> None:
     _positive(v, "model.vision.", VISION_POSITIVE)
+    _bounded(v, "model.vision.")
     if v.qkv_hidden_size % v.vt_num_attention_heads:
         remedy = f"must be a multiple of vt_num_attention_heads = {v.vt_num_attention_heads}"
         _refuse("model.vision.qkv_hidden_size", v.qkv_hidden_size, remedy)

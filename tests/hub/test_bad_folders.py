@@ -19,7 +19,7 @@ from atoll.data.tokenizer import train_tokenizer
 from atoll.hub import export
 from atoll.hub.config_json import from_json
 from atoll.hub.load import read_config
-from atoll.model import load
+from atoll.model import Model, load
 
 GATE = "language_model.model.layers.1.block_sparse_moe.gate.weight"
 EXPERT = "language_model.model.layers.2.block_sparse_moe.experts.3.w2.weight"
@@ -180,6 +180,19 @@ def test_every_verb_says_it_in_one_line(saved, tmp_path, case, words, capsys):
     assert message.count("\n") == 1
     assert all(word in message for word in says), message
     assert sorted(p.name for p in tmp_path.iterdir()) == ["it"]
+
+
+def test_shapes_are_compared_before_memory_is_taken(saved, tmp_path, monkeypatch):
+    """A width that is wrong by far is told from the files' headers: no model of that width is built."""
+    folder = Path(shutil.copytree(saved / "single", tmp_path / "it"))
+    edit_json(folder, "config.json", lambda t: t["text_config"].update(hidden_size=200_000, intermediate_size=200_000))
+
+    def built(*_args, **_kwargs):
+        raise AssertionError("weights were drawn")
+
+    monkeypatch.setattr(Model, "reset_parameters", built)
+    with pytest.raises(UserError, match="the config asks for"):
+        load(folder)
 
 
 @pytest.mark.parametrize("words", ["export IT OUT", "import IT OUT", "import IT --check", "sample IT x"])

@@ -184,7 +184,17 @@ def from_json(tree: Any, name: str = "config.json") -> ModelConfig:
     fields |= _translated(text, linear, name)
     fields["vision"] = _vision_fields(tree, text, name)
     fields["quantization"] = packed.from_json({**tree, **text}, name)
-    return _build(fields, name)
+    m = _build(fields, name)
+    rest = [i for i in range(1, m.num_hidden_layers + 1) if i not in m.full_attention()]
+    kda = linear.get("kda_layers")
+    if kda is not None and (not isinstance(kda, list) or sorted(map(str, kda)) != sorted(map(str, rest))):
+        raise UserError(f"{name}: linear_attn_config.kda_layers: must list every layer outside full_attn_layers, {_few(rest)}")
+    return m
+
+
+def _few(layers: list[int]) -> str:
+    text = ", ".join(map(str, layers))
+    return text if len(text) < 400 else f"{text[:400].rpartition(',')[0]}, ... ({len(layers)} layers)"
 
 
 def _vision_fields(tree: dict[str, Any], text: dict[str, Any], name: str) -> dict[str, Any] | None:
@@ -244,19 +254,15 @@ def _translated(text: dict[str, Any], linear: dict[str, Any], name: str) -> dict
     full = linear["full_attn_layers"]
     if not isinstance(full, list) or not all(isinstance(i, int) for i in full):
         raise UserError(f"{name}: linear_attn_config.full_attn_layers = {full!r}: a list of layers counted from 1 is expected")
-    kda = linear.get("kda_layers")
-    rest = [i for i in range(1, int(text["num_hidden_layers"]) + 1) if i not in full]
-    if kda is not None and sorted(kda) != rest:
-        raise UserError(f"{name}: linear_attn_config.kda_layers = {kda!r}: must be every layer outside full_attn_layers, {rest}")
     block = text.get("attn_res_block_size")
     residual = text.get("residual", "plain" if block is None else "block")
     return {
         "full_attn_layers": tuple(full),
         "gate_lower_bound": linear.get("gate_lower_bound"),
-        "use_full_rank_gate": bool(linear.get("use_full_rank_gate", False)),
-        "mla_use_output_gate": bool(text.get("mla_use_output_gate", False)),
+        "use_full_rank_gate": linear.get("use_full_rank_gate") or False,
+        "mla_use_output_gate": text.get("mla_use_output_gate") or False,
         "routed_expert_hidden_size": text.get("routed_expert_hidden_size"),
-        "latent_moe_use_norm": bool(text.get("latent_moe_use_norm", False)),
+        "latent_moe_use_norm": text.get("latent_moe_use_norm") or False,
         "hidden_act": text.get("hidden_act", "silu"),
         "activation_situ_beta": text.get("activation_situ_beta", ModelConfig.activation_situ_beta),
         "activation_situ_linear_beta": text.get("activation_situ_linear_beta", ModelConfig.activation_situ_linear_beta),

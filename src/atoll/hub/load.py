@@ -73,6 +73,13 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
             fill(slot)
 
 
+def check_shapes(skeleton: nn.Module, folder: str | Path) -> None:
+    """Compare every name, shape and type in `folder` with `skeleton` (the model on the meta device). Raises `UserError` as loading does."""
+    packed = is_packed(tensor_files(_existing(folder)), str(folder))
+    with opened(slots(skeleton, packed=packed), folder):
+        pass
+
+
 @contextmanager
 def opened(parts: list[Slot], folder: str | Path) -> Iterator[Callable[[Slot], None]]:
     """The weights in `folder`, once every name, shape and type has been compared with `parts` (all slots of one model).
