@@ -15,6 +15,10 @@ from atoll.config import describe
 from atoll.report.page import document, duration, figure_of, table, text
 
 
+# Two-sided 95 per cent of Student's distribution by the number of seeds, from 1 (which tells nothing apart).
+STUDENT = (float("inf"), 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.0)
+
+
 def page(plan: Plan, result: dict[str, Any], drawn: dict[str, tuple[bytes, bytes]]) -> str:
     """The whole page; `drawn` by picture name, (light, dark) PNG."""
     shown = [p for p in PICTURES if p.name in drawn]
@@ -61,7 +65,7 @@ def _summary(result: dict[str, Any]) -> str:
     meanings = "".join(f"<tr><td>{escape(name)}</td><td>{escape(meaning)}</td></tr>" for name, meaning in MEASURES.items())
     seeds = (
         "Mean ± standard deviation over seeds (n - 1). In bold the lowest held-out figure, and every value whose difference to it, "
-        "paired by seed, is less than twice its standard error."
+        "paired by seed, may be zero (Student's 95 per cent)."
         if result["seeds"] > 1
         else "One seed: no spread is known, and a difference may be chance."
     )
@@ -82,7 +86,7 @@ def _best(result: dict[str, Any]) -> list[str]:
     for value, seeds in by_value.items():
         pairs = np.array([x - by_value[top][seed] for seed, x in seeds.items() if seed in by_value[top]])
         error = pairs.std(ddof=1) / np.sqrt(len(pairs)) if len(pairs) > 1 else np.inf
-        if value == top or pairs.mean() < 2 * error:
+        if value == top or pairs.mean() < STUDENT[min(len(pairs), len(STUDENT)) - 1] * error:
             found.append(value)
     return found
 
