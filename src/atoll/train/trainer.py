@@ -50,9 +50,12 @@ def run(config: Config | None, out: str | Path, resume: bool = False, started: f
                 screen.say(note)
             if not resume:
                 config = budget.freeze(config, corpus, out, screen, started)
-                folder.begin(out, config, corpus.tokenizer)
             trainer = Trainer(config, corpus, out, screen)
-            trainer.restore() if resume else trainer.announce()
+            if resume:
+                trainer.restore()
+            else:
+                folder.begin(out, config, corpus.tokenizer)  # once all that can be refused has been read: a refused start leaves no run
+                trainer.announce()
             if trainer.fit():
                 _finish(trainer)
     return out
