@@ -266,12 +266,29 @@ def test_a_bad_message_is_one_line_with_its_number_and_field(messages, said):
     assert "\n" not in str(caught.value)
 
 
+def test_an_empty_name_is_none():
+    """As the template takes it; and so an assistant's ids begin with its generation prefix."""
+    assert render([{**m, "name": ""} for m in PLAIN[1:3]]) == render([{"role": m["role"], **m, "name": None} for m in PLAIN[1:3]])
+
+
+def test_what_is_nested_without_end_is_one_short_line():
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    for messages in (deep, [{"role": "user", "content": [deep]}], [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": deep}]}]):
+        with pytest.raises(UserError) as caught:
+            render(messages)
+        assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"tools": "weather"}, "tools = 'weather'"),
         ({"tools": [{"function": {"name": 3}}]}, "tools[0]"),
         ({"effort": "huge"}, "effort = 'huge'"),
+        ({"effort": "huge" * 1000}, "..."),
+        ({"tool_choice": "all" * 1000}, "..."),
         ({"tool_choice": "always"}, "tool_choice = 'always'"),
         ({"tool_choice": {"function": {}}}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type = 'xml'"),
@@ -283,3 +300,4 @@ def test_a_bad_option_is_one_line(options, said):
         render(PLAIN, **options)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200

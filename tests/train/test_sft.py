@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from conversations import CALCULATOR, CALLING, PLAIN
 from helpers import MICRO, assert_same_run, metrics, tensors, write_corpus
+from safetensors.torch import load_file, save_file
 
 import atoll
 from atoll import arguments, cli, train
@@ -303,6 +304,12 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str], *said: str) ->
     assert all(s in error for s in said), error
 
 
+def change_one(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["language_model.lm_head.weight"][0, 0] = float("nan")
+    save_file(tensors, path)
+
+
 def test_mistakes_are_one_line_and_leave_no_folder(base: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     run, chats = str(base / "run"), str(base / "chats.jsonl")
@@ -313,6 +320,11 @@ def test_mistakes_are_one_line_and_leave_no_folder(base: Path, tmp_path: Path, c
     refused(capsys, ["train", "tiny", "--train.init", "none-such", *chat], "train.init = 'none-such'")
     refused(capsys, ["train", run, *chat, "--data.tokenizer", str(base / "no.json")], "no.json")
     refused(capsys, ["train", run, *chat, "--stages.0.length", "8"], "length = 8", "raise it")
+    steps = ["--train.epochs", "none", "--train.steps", "1"]  # nothing needs the rows before the first step
+    refused(capsys, ["train", run, *chat, *steps, "--stages.0.length", "8"], "length = 8", "raise it")
+    shutil.copytree(base / "run" / "model", tmp_path / "holed")
+    change_one(tmp_path / "holed" / "model.safetensors")
+    refused(capsys, ["train", "holed", *chat, *steps], "holds NaN or infinity")
     (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
     refused(capsys, ["train", run, "--data.kind", "chat", "--data.source", "bad.jsonl"], "bad.jsonl:1: messages[0].content")
     (tmp_path / "stopped").mkdir()

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from atoll.config import UserError
-from atoll.data.messages import Call, Image, Message, dump, read_messages, read_tools, whole
+from atoll.data.messages import Call, Image, Message, dump, read_messages, read_tools, short, whole
 
 EFFORTS = ("low", "medium", "high", "max")
 MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")  # what every conversation needs
@@ -81,7 +81,7 @@ def render(
     if tools:
         out.option("tool-declare", TOOLS + _fenced(read_tools(tools), "tools"))
     if effort is not None and effort not in EFFORTS:
-        raise UserError(f"effort = {effort!r}: one of {', '.join(EFFORTS)} is expected")
+        raise UserError(f"effort = {short(effort)}: one of {', '.join(EFFORTS)} is expected")
     if effort is not None and thinking:
         out.option("thinking-effort", EFFORT.format(effort))
     for message in read_messages(messages):
@@ -249,7 +249,7 @@ def _choice(choice: Any) -> str | None:
         return CHOICES[choice]
     function = choice.get("function") if isinstance(choice, dict) else None
     if not isinstance(function, dict) or "name" not in function:
-        raise UserError(f'tool_choice = {choice!r}: "auto", "none", "required" or {{"function": {{"name": ...}}}} is expected')
+        raise UserError(f'tool_choice = {short(choice)}: "auto", "none", "required" or {{"function": {{"name": ...}}}} is expected')
     return CHOICE.format(whole(function["name"], "tool_choice.function.name"))
 
 
@@ -262,5 +262,5 @@ def _format(wanted: Any) -> str | None:
     form = wanted.get("json_schema") if isinstance(wanted, dict) and kind == "json_schema" else None
     schema = form.get("schema") if isinstance(form, dict) else None
     if not isinstance(schema, dict):
-        raise UserError(f"response_format.type = {kind!r}: text, json_object, or json_schema with json_schema.schema is expected")
+        raise UserError(f"response_format.type = {short(kind)}: text, json_object, or json_schema with json_schema.schema is expected")
     return JSON_SCHEMA + _fenced(schema, "response_format.json_schema.schema")

@@ -20,7 +20,7 @@ from atoll.config import DataConfig, ModelConfig, UserError
 from atoll.data.chat import MEDIA, Segment, marker_ids, render, tokenize_batch
 from atoll.data.corpus import Corpus, Progress, fitted, given_tokenizer
 from atoll.data.documents import TokenSet, from_conversations, token_dtype
-from atoll.data.messages import NEAR
+from atoll.data.messages import NEAR, short
 from atoll.data.sources import walk
 from atoll.data.split import TOKENIZER_BYTES, unit_hash
 from atoll.data.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def _conversation(line: bytes, name: str, where: str, config: DataConfig) -> Con
     record = _record(line, where)
     options: dict[str, Any] = {key: record[key] for key in OPTIONS if record.get(key) is not None}
     if not isinstance(options.setdefault("thinking", config.thinking), bool):
-        raise UserError(f"{where}: thinking = {options['thinking']!r}: true or false is expected")
+        raise UserError(f"{where}: thinking = {short(options['thinking'])}: true or false is expected")
     try:
         segments = render(record["messages"], **options)
     except UserError as error:

@@ -49,7 +49,7 @@ class Message:
 def read_messages(messages: Any) -> list[Message]:
     """Checked messages, the results of one turn's tool calls in the order of the calls. Raises `UserError`."""
     if not isinstance(messages, (list, tuple)):
-        raise UserError(f"messages = {_short(messages)}: a list of messages is expected")
+        raise UserError(f"messages = {short(messages)}: a list of messages is expected")
     return _in_call_order([_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
 
 
@@ -85,11 +85,15 @@ def whole(text: Any, where: str) -> str:
 
 
 def _refuse(where: str, value: object, remedy: str) -> NoReturn:
-    raise UserError(f"{where} = {_short(value)}: {remedy}")
+    raise UserError(f"{where} = {short(value)}: {remedy}")
 
 
-def _short(value: object) -> str:
-    text = ascii(value)
+def short(value: object) -> str:
+    """`value` for a message: on one line, cut where it is long."""
+    try:
+        text = ascii(value)
+    except RecursionError:
+        text = f"{type(value).__name__} within {type(value).__name__} within ..."
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -108,7 +112,7 @@ def _message(raw: Any, where: str) -> Message:
     if role not in ROLES:
         near = difflib.get_close_matches(str(role), ROLES, 1)
         _refuse(f"{where}.role", role, f"did you mean {near[0]!r}?" if near else f"one of {', '.join(ROLES)} is expected")
-    name = whole(given["name"], f"{where}.name") if "name" in given and role != "tool" else None
+    name = whole(given["name"], f"{where}.name") or None if "name" in given and role != "tool" else None
     if role == "assistant":
         return _assistant(given, name, where)
     if given.get("tool_calls"):

@@ -63,10 +63,13 @@ def run(
                 screen.say(note)
             if not resume:
                 config = budget.freeze(config, corpus, out, screen, started)
-                folder.begin(out, config, corpus.tokenizer)
             trainer = Trainer(config, corpus, out, screen)
             trainer.watchers = [] if watch is None else [watch]
-            trainer.restore() if resume else trainer.announce()
+            if resume:
+                trainer.restore()
+            else:
+                folder.begin(out, config, corpus.tokenizer)  # once all that can be refused has been read: a refused start leaves no run
+                trainer.announce()
             if trainer.fit():
                 _finish(trainer)
     return out
