@@ -89,11 +89,12 @@ def test_every_setting(width, value, dtype):
 
 
 @BOTH
+@pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_segments(where, dtype):
+def test_segments(where, width, dtype):
     """Two heads: documents of 5000 and 1499 tokens are cut, one of a single token and one of none are not."""
     edges = [0, 5000, 5001, 5001, 6500]
-    tensors = inputs((1, 6500, 2, 128, 128), dtype, documents=4)
+    tensors = inputs((1, 6500, 2, width, width), dtype, documents=4)
     got = run(kda_triton, tensors, torch.tensor(edges, device=where))
     check(got, run(kda_chunk, tensors, edges, torch.float64), dtype)
     same(got, run(kda_triton, tensors, torch.tensor(edges, device=where)))

@@ -67,11 +67,14 @@ def test_channels_in_halves_and_value_blocks():
         back_columns=16,
         pairs_channels=16,
         pairs_columns=16,
+        join_channels=16,
     )
     inputs = random_inputs(1, 80, heads=1, width=32, value=32)
     assert_close(*both(inputs, None, None, config=config))
     state = torch.randn(3, 1, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    assert_close(*both(inputs, [0, 70, 70, 80], state, config=config, segment=1))
+    longer = random_inputs(1, 160, heads=1, width=32, value=32)
+    longer["g"] = longer["g"] - 2.0
+    assert_close(*both(longer, [0, 150, 150, 160], state, config=config, segment=1))
 
 
 def test_identical_keys():

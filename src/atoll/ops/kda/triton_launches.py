@@ -123,10 +123,10 @@ def _pieces(made: _Prepared, call: Call) -> _Pieces | None:
 def _join(local: Tensor, carry: Tensor, edge: Tensor | None, call: Call, back: bool) -> Tensor:
     """The state (gradient of the state) at the near edge of every segment [S,H,K,V]."""
     out = torch.empty_like(local)
-    columns = min(32, call.value)
+    columns, width, most = min(32, call.value), call.width, call.config.join_channels
     launch(scans.join_kernel, (call.table.documents * call.heads * (call.value // columns),), local,
         local, carry, call.table.first_segment, edge, out, call.heads,
-        K=call.width, V=call.value, BV=columns, BACK=back, HAS_EDGE=edge is not None, num_warps=8,
+        K=width, C=width if width <= most else min(64, most), V=call.value, BV=columns, BACK=back, HAS_EDGE=edge is not None, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -189,8 +189,8 @@ def _gradients(
     dscores, dinner = (torch.empty_like(kept.turned_inverse, dtype=call.store) for _ in range(2))
     dquery, drow, dcol = (q.new_empty(table.chunks * call.heads, TOKENS, call.width, dtype=call.store) for _ in range(3))
     along_q, along_k = (torch.empty_like(beta, dtype=torch.float32) for _ in range(2))
-    blank = q.new_zeros if table.padded else q.new_empty  # empty slots write no share
-    dend, dbias, drate = (blank(table.chunks, call.heads, call.width, dtype=torch.float32) for _ in range(3))
+    dend = q.new_empty(table.chunks, call.heads, call.width, dtype=torch.float32)
+    dbias, drate = (torch.zeros_like(dend) if table.padded else torch.empty_like(dend) for _ in range(2))  # empty slots write no share
     launch(pair_gradient_kernel, (table.chunks * call.heads,), q,
         v, beta, o, table.starts, table.counts, kept.turned_inverse, updates, dupdates, entering, leaving, do,
         dv, dbeta, along_q, along_k, dscores, dinner, dquery, drow, dcol, dend, call.scale, call.heads,

@@ -48,6 +48,7 @@ class Config(NamedTuple):
     gradient_channels: int = 32
     gradient_warps: int = 4
     gradient_registers: int = 0
+    join_channels: int = 128  # widest transition that a program holds whole
 
 
 BFLOAT16 = Config()
@@ -105,7 +106,7 @@ def _forward(
     lower_bound: float,
     scale: float,
     final: bool,
-    settings: Sequence[int] | None,
+    settings: list[int] | None,
     segment: int | None,
 ) -> tuple[Tensor, Tensor]:
     from atoll.ops.kda import triton_launches as launches
@@ -135,7 +136,7 @@ def _backward(
     edges: Tensor | None,
     lower_bound: float,
     scale: float,
-    settings: Sequence[int] | None,
+    settings: list[int] | None,
     segment: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from atoll.ops.kda import triton_launches as launches

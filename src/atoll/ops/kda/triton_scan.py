@@ -99,9 +99,12 @@ def local_kernel(
 @triton.jit
 def join_kernel(
     local, carry, first_segment, edge, out, H,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr, HAS_EDGE: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr, HAS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The state at which each segment of a document starts (`BACK`: the gradient at which it ends), from `edge`, that of the document."""
+    """The state at which each segment of a document starts (`BACK`: the gradient at which it ends), from `edge`, that of the document.
+
+    M of wide keys does not fit a program's memory: then C channels of it at once, and of the state as just stored.
+    """
     n, h, b = _task(H, V // BV, BV)
     if HAS_EDGE:
         state = load(edge, (n * H + h).to(tl.int64) * (K * V), 0, b, K, BV, V).to(tl.float32)
@@ -113,9 +116,19 @@ def join_kernel(
         segment = first + last - 1 - step if BACK else step
         at = (segment * H + h).to(tl.int64)
         put(out, state, at * (K * V), 0, b, K, BV, V)
-        matrix = load(carry, at * (K * K), 0, 0, K, K, K)
-        matrix = tl.trans(matrix) if BACK else matrix
-        state = tl.dot(matrix, state, load(local, at * (K * V), 0, b, K, BV, V), input_precision="tf32x3")
+        if K == C:
+            matrix = load(carry, at * (K * K), 0, 0, K, K, K)
+            matrix = tl.trans(matrix) if BACK else matrix
+            state = tl.dot(matrix, state, load(local, at * (K * V), 0, b, K, BV, V), input_precision="tf32x3")
+        else:
+            tl.debug_barrier()  # what this program stored into `out` is read again
+            state = load(local, at * (K * V), 0, b, K, BV, V)
+            for c in range(0, K, C):
+                if BACK:
+                    matrix = tl.trans(load(carry, at * (K * K), c, 0, C, K, K))
+                else:
+                    matrix = load(carry, at * (K * K), 0, c, K, C, K)
+                state = tl.dot(matrix, load(out, at * (K * V), c, b, C, BV, V), state, input_precision="tf32x3")
     segment = first if BACK else last - 1
     put(out, state, (segment * H + h).to(tl.int64) * (K * V), 0, b, K, BV, V)
 
