@@ -1,0 +1,115 @@
+"""Fixed launch settings of the experts' kernels, and the sort that precedes them. Triton is imported at the first launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.ops.dispatch import launch
+
+_NARROWEST = 32  # least tokens of a tile: the room for the tiles' list counts on it
+
+
+class Config(NamedTuple):
+    """Token tiles: `full`, in `halves` parts of the weights, and the classes `first` + `second` for what is left of an expert.
+
+    `weights` rows of an expert's weights a program, `depth` of the sum a step, pipeline `stages`, `warps`; the same for the gradients of
+    the weights, whose tile is `tall` x `wide`. `group`: token tiles of an expert that share a weight tile before the next is read.
+    """
+
+    full: int
+    halves: int
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    weights: int
+    depth: int
+    stages: int
+    warps: int
+    tall: int = 128
+    wide: int = 256
+    deep: int = 64
+    grad_stages: int = 3
+    grad_warps: int = 8
+    group: int = 16
+    grad_group: int = 8
+
+    @property
+    def widest(self) -> int:
+        """Most tokens of a class; a rest above it takes a full tile."""
+        return self.first[-1] + self.second[-1]
+
+
+def _classes(full: int) -> tuple[int, ...]:
+    return tuple(n for n in (32, 64, 128, 256) if n <= full)
+
+
+# 146 tokens an expert, 8192 x 16 of 896: 160 columns of 256 weights. More tokens: 256 columns of 128 weights.
+HOPPER = Config(256, 2, (32, 64, 128, 128, 128), (0, 0, 0, 32, 64), 256, 64, 4, 8)
+
+
+def choose(tokens: int, latent: int, inner: int, dtype: torch.dtype, hopper: bool) -> Config:
+    """The settings for `tokens` tokens, of which at most so many meet at one expert."""
+    most = min(256, max(_NARROWEST, 1 << max(tokens - 1, 0).bit_length()))
+    if dtype == torch.float32:
+        full = min(most, 64)
+        return Config(full, 1, _classes(full), (0,) * len(_classes(full)), 64, 32, 2, 4, 64, 64, 32, 2, 4)
+    if min(latent, inner) < 512:  # a few steps a sum: several small programs a multiprocessor hide each other's beginning and end
+        full = min(most, 128)
+        return Config(full, 1, _classes(full), (0,) * len(_classes(full)), 64, 32, 3, 4, 64, 64, 64, 3, 4)
+    if hopper and most > 128:
+        return HOPPER
+    full = min(most, 128)
+    return Config(full, 1, _classes(full), (0,) * len(_classes(full)), 128, 64, 4 if hopper else 2, 8 if full == 128 else 4, 128, 128)
+
+
+def _room(n: int) -> int:
+    return (n + 15) // 16 * 16  # slices that start on 64 bytes
+
+
+class Plan(NamedTuple):
+    """`order` [R]: the assignment of each sorted row; `first` [E+1]: an expert's first row; `table` [tiles, 8]: see `table_kernel`."""
+
+    order: Tensor
+    first: Tensor
+    table: Tensor
+
+    @staticmethod
+    def size(assignments: int, experts: int) -> int:
+        """Integers of the buffer that holds all three; the same whatever the settings."""
+        tiles = assignments // _NARROWEST + torch.sym_min(assignments, experts)
+        return _room(assignments) + 2 * _room(experts + 1) + 8 * tiles
+
+    @staticmethod
+    def read(buffer: Tensor, assignments: int, experts: int) -> Plan:
+        after, second = _room(assignments), _room(experts + 1)
+        return Plan(buffer[:assignments], buffer[after : after + experts + 1], buffer[after + 2 * second :].view(-1, 8))
+
+
+def tiles(config: Config, assignments: int, experts: int) -> int:
+    """The most token tiles there can be: what the grid must hold without knowing the load."""
+    return min(assignments, experts) + assignments // config.full * config.halves
+
+
+def sort(ids: Tensor, experts: int, config: Config) -> Tensor:
+    """The buffer of a `Plan` for ids [T, k], int32."""
+    from atoll.ops.experts import sort_kernels as kernels
+
+    assignments, block, bins = ids.numel(), 256, 1 << experts.bit_length()
+    buffer = ids.new_empty(Plan.size(assignments, experts), dtype=torch.int32)
+    plan, number = Plan.read(buffer, assignments, experts), tiles(config, assignments, experts)
+    blocks = -(-assignments // block)
+    counts, totals = (ids.new_empty(n, dtype=torch.int32) for n in (blocks * experts, experts))
+    firsts = buffer[_room(assignments) + _room(experts + 1) :][: experts + 1]
+    columns = {"ROWS": min(256, max(16, 1 << (blocks - 1).bit_length())), "COLUMNS": 16}
+    sizes = {"FULL": config.full, "WIDEST": config.widest}
+    launch(kernels.count_kernel, (blocks,), ids, ids, counts, assignments, experts, BLOCK=block, BINS=bins)
+    launch(kernels.scan_kernel, (-(-experts // 16),), ids, counts, totals, blocks, experts, **columns)
+    launch(kernels.layout_kernel, (1,), ids, totals, plan.first, firsts, experts, HALVES=config.halves, BINS=bins, **sizes)
+    launch(kernels.place_kernel, (blocks,), ids, ids, counts, plan.first, plan.order, assignments, experts, BLOCK=block, PART=32)
+    launch(
+        kernels.table_kernel, (-(-number // 32),), ids,
+        plan.first, firsts, plan.table, number, experts, experts.bit_length(), BLOCK=32, **sizes,
+    )  # fmt: skip
+    return buffer
