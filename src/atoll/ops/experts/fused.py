@@ -102,7 +102,7 @@ def forward(
     config = config or config_for(x, width)
     inner = x.new_empty(rows if keep else 0, 2 * width)
     if rows == 0:
-        return torch.zeros_like(x), ids.new_empty(Plan.size(rows, experts), dtype=torch.int32), inner
+        return torch.zeros_like(x), ids.new_zeros(Plan.size(rows, experts), dtype=torch.int32), inner
     buffer = sort(ids, experts, config)
     plan = Plan.read(buffer, rows, experts)
     hidden, y = x.new_empty(rows, width), x.new_empty(rows, x.shape[1])

@@ -97,7 +97,7 @@ def sort(ids: Tensor, experts: int, config: Config) -> Tensor:
     from atoll.ops.experts import sort_kernels as kernels
 
     assignments, block, bins = ids.numel(), 256, 1 << experts.bit_length()
-    buffer = ids.new_empty(Plan.size(assignments, experts), dtype=torch.int32)
+    buffer = ids.new_zeros(Plan.size(assignments, experts), dtype=torch.int32)
     plan, number = Plan.read(buffer, assignments, experts), tiles(config, assignments, experts)
     blocks = -(-assignments // block)
     counts, totals = (ids.new_empty(n, dtype=torch.int32) for n in (blocks * experts, experts))
