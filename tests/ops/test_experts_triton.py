@@ -109,9 +109,7 @@ def test_activations_and_caps(act):
         "uncapped": {"beta": 1.5, "linear_beta": None},
         "situ": {"beta": 1.5, "linear_beta": 3.0},
     }[act]
-    close(
-        outcome(experts_mlp, arguments, backend="triton", **options), outcome(experts_mlp_reference, arguments, torch.float64, **options)
-    )
+    close(outcome(experts_mlp, arguments, backend="triton", **options), outcome(experts_mlp_reference, arguments, torch.float64, **options))
 
 
 @pytest.mark.parametrize("size", [1e-4, 100.0])

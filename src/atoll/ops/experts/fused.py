@@ -56,6 +56,10 @@ def config_for(x: Tensor, inner: int) -> Config:
     return choose(x.shape[0], x.shape[1], inner, x.dtype, hopper)
 
 
+def _multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+
+
 def _products(
     x: Tensor, plan: Plan, w: tuple[Tensor, Tensor], out: Tensor, inner: Tensor, k: int, config: Config, act: _Act, *,
     gather: bool = False, scatter: bool = False, transposed: bool = False, twice: bool = False, keep: str = "nothing",
@@ -66,9 +70,10 @@ def _products(
     experts, m, depth = w[0].shape if not transposed else (w[0].shape[0], w[0].shape[2], w[0].shape[1])
     each = config.weights if act[0] == "none" else config.weights // 2
     blocks = -(-m // each)
+    programs = min(tiles(config, plan.order.numel(), experts) * blocks, _multiprocessors(x) * config.resident)
     launch(
-        rows_kernels.rows_kernel, (tiles(config, plan.order.numel(), experts) * blocks,), x,
-        x, plan.order, plan.table, *w, out, inner, depth, m, blocks, act[1], act[2],
+        rows_kernels.rows_kernel, (programs,), x,
+        x, plan.order, plan.table, plan.tiles[experts:], *w, out, inner, depth, m, blocks, act[1], act[2],
         FULL=config.full, HALVES=config.halves, FIRST=config.first, SECOND=config.second, GROUP=config.group,
         MW=config.weights, BK=config.depth, STAGES=config.stages, TOPK=k, GATHER=gather, SCATTER=scatter,
         TRANSPOSED=transposed, TWICE=twice, EVEN=depth % config.depth == 0 and (not transposed or m % config.weights == 0),
@@ -123,7 +128,9 @@ def backward(
     rows, none = tokens * k, ("none", 1.0, 1.0)
     config = config or config_for(x, width)
     d_weights = torch.zeros_like(weights)
-    made = [torch.empty_like(t) if n else t.new_empty(0) for t, n in zip((x, w1, w3, w2), (needs[0], *needs[1:2] * 2, needs[2]), strict=True)]
+    made = [
+        torch.empty_like(t) if n else t.new_empty(0) for t, n in zip((x, w1, w3, w2), (needs[0], *needs[1:2] * 2, needs[2]), strict=True)
+    ]
     if rows == 0:
         dx, *dw = (t.zero_() for t in made)
         return dx, d_weights, dw[0], dw[1], dw[2]

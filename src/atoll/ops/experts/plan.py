@@ -17,6 +17,7 @@ class Config(NamedTuple):
 
     `weights` rows of an expert's weights a program, `depth` of the sum a step, pipeline `stages`, `warps`; the same for the gradients of
     the weights, whose tile is `tall` x `wide`. `group`: token tiles of an expert that share a weight tile before the next is read.
+    `resident`: programs of a product a multiprocessor holds at once, by registers and shared memory. With `halves` = 1, `full` is a class.
     """
 
     full: int
@@ -30,19 +31,16 @@ class Config(NamedTuple):
     tall: int = 128
     wide: int = 256
     deep: int = 64
-    grad_stages: int = 3
+    grad_stages: int = 4
     grad_warps: int = 8
     group: int = 16
     grad_group: int = 8
+    resident: int = 1
 
     @property
     def widest(self) -> int:
         """Most tokens of a class; a rest above it takes a full tile."""
         return self.first[-1] + self.second[-1]
-
-
-def _classes(full: int) -> tuple[int, ...]:
-    return tuple(n for n in (32, 64, 128, 256) if n <= full)
 
 
 # 146 tokens an expert, 8192 x 16 of 896: 160 columns of 256 weights. More tokens: 256 columns of 128 weights.
@@ -52,16 +50,18 @@ HOPPER = Config(256, 2, (32, 64, 128, 128, 128), (0, 0, 0, 32, 64), 256, 64, 4, 
 def choose(tokens: int, latent: int, inner: int, dtype: torch.dtype, hopper: bool) -> Config:
     """The settings for `tokens` tokens, of which at most so many meet at one expert."""
     most = min(256, max(_NARROWEST, 1 << max(tokens - 1, 0).bit_length()))
+    full = min(most, 64 if dtype == torch.float32 else 128)
+    classes = tuple(n for n in (32, 64, 128) if n <= full)
+    none = (0,) * len(classes)
     if dtype == torch.float32:
-        full = min(most, 64)
-        return Config(full, 1, _classes(full), (0,) * len(_classes(full)), 64, 32, 2, 4, 64, 64, 32, 2, 4)
+        return Config(full, 1, classes, none, 64, 32, 2, 4, 64, 64, 32, 2, 4, resident=3)
     if min(latent, inner) < 512:  # a few steps a sum: several small programs a multiprocessor hide each other's beginning and end
-        full = min(most, 128)
-        return Config(full, 1, _classes(full), (0,) * len(_classes(full)), 64, 32, 3, 4, 64, 64, 64, 3, 4)
+        return Config(full, 1, classes, none, 64, 32, 3, 4, 64, 64, 64, 4, 4, resident=3)
     if hopper and most > 128:
         return HOPPER
-    full = min(most, 128)
-    return Config(full, 1, _classes(full), (0,) * len(_classes(full)), 128, 64, 4 if hopper else 2, 8 if full == 128 else 4, 128, 128)
+    if not hopper or full == 128:
+        return Config(full, 1, classes, none, 128, 64, 4 if hopper else 2, 8, 128, 128, grad_stages=4 if hopper else 2)
+    return Config(full, 1, classes, none, 128, 64, 4, 4, 128, 128, resident=2)
 
 
 def _room(n: int) -> int:
@@ -69,10 +69,11 @@ def _room(n: int) -> int:
 
 
 class Plan(NamedTuple):
-    """`order` [R]: the assignment of each sorted row; `first` [E+1]: an expert's first row; `table` [tiles, 8]: see `table_kernel`."""
+    """`order` [R]: the assignment of each sorted row; `first`, `tiles` [E+1]: an expert's first row and tile; `table`: `table_kernel`."""
 
     order: Tensor
     first: Tensor
+    tiles: Tensor
     table: Tensor
 
     @staticmethod
@@ -83,12 +84,13 @@ class Plan(NamedTuple):
 
     @staticmethod
     def read(buffer: Tensor, assignments: int, experts: int) -> Plan:
-        after, second = _room(assignments), _room(experts + 1)
-        return Plan(buffer[:assignments], buffer[after : after + experts + 1], buffer[after + 2 * second :].view(-1, 8))
+        first, each = _room(assignments), _room(experts + 1)
+        edges = (buffer[at : at + experts + 1] for at in (first, first + each))
+        return Plan(buffer[:assignments], *edges, buffer[first + 2 * each :].view(-1, 8))
 
 
 def tiles(config: Config, assignments: int, experts: int) -> int:
-    """The most token tiles there can be: what the grid must hold without knowing the load."""
+    """The most token tiles there can be: what the list must hold without knowing the load."""
     return min(assignments, experts) + assignments // config.full * config.halves
 
 
@@ -101,15 +103,14 @@ def sort(ids: Tensor, experts: int, config: Config) -> Tensor:
     plan, number = Plan.read(buffer, assignments, experts), tiles(config, assignments, experts)
     blocks = -(-assignments // block)
     counts, totals = (ids.new_empty(n, dtype=torch.int32) for n in (blocks * experts, experts))
-    firsts = buffer[_room(assignments) + _room(experts + 1) :][: experts + 1]
     columns = {"ROWS": min(256, max(16, 1 << (blocks - 1).bit_length())), "COLUMNS": 16}
     sizes = {"FULL": config.full, "WIDEST": config.widest}
     launch(kernels.count_kernel, (blocks,), ids, ids, counts, assignments, experts, BLOCK=block, BINS=bins)
     launch(kernels.scan_kernel, (-(-experts // 16),), ids, counts, totals, blocks, experts, **columns)
-    launch(kernels.layout_kernel, (1,), ids, totals, plan.first, firsts, experts, HALVES=config.halves, BINS=bins, **sizes)
+    launch(kernels.layout_kernel, (1,), ids, totals, plan.first, plan.tiles, experts, HALVES=config.halves, BINS=bins, **sizes)
     launch(kernels.place_kernel, (blocks,), ids, ids, counts, plan.first, plan.order, assignments, experts, BLOCK=block, PART=32)
     launch(
         kernels.table_kernel, (-(-number // 32),), ids,
-        plan.first, firsts, plan.table, number, experts, experts.bit_length(), BLOCK=32, **sizes,
+        plan.first, plan.tiles, plan.table, number, experts, experts.bit_length(), BLOCK=32, **sizes,
     )  # fmt: skip
     return buffer

@@ -117,9 +117,7 @@ def _put(out, tile, row, column, live, M):
 
 
 @triton.jit
-def _finish(
-    sums, out, inner, row, live, block, M, beta, linear, MW: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr
-):
+def _finish(sums, out, inner, row, live, block, M, beta, linear, MW: tl.constexpr, N: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr):
     """Stores one part of a tile: as it is, or through the activation, whose two sides lie in alternate groups of 8 of its rows."""
     if ACT == "none":
         _put(out, sums, row * M, block * MW + tl.arange(0, MW), live, M)
@@ -170,43 +168,40 @@ def _tile(
 
 @triton.jit
 def rows_kernel(
-    x, order, table, w, w_more, out, inner, K, M, BLOCKS, beta, linear,
+    x, order, table, total, w, w_more, out, inner, K, M, BLOCKS, beta, linear,
     FULL: tl.constexpr, HALVES: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr,
     MW: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, TOPK: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     TRANSPOSED: tl.constexpr, TWICE: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out[row] = sum over K of w[expert, m, k] x[row, k], m < M; program = (expert, group, weight block, token tile).
+    """Tiles of out[row] = sum over K of w[expert, m, k] x[row, k], m < M, in the order expert, group, weight block, token tile.
 
+    Programs take every so many of the `total` tiles times BLOCKS: only the device knows how many there are.
     GATHER: x has a row a token, else a row an assignment, sorted. SCATTER: out has a row an assignment as routed, else sorted.
     TRANSPOSED: w is [E, K, M]. TWICE: x has 2 K columns, the second K meet `w_more`. ACT: out is the activation of w x and w_more x;
     KEEP: "nothing" but that, "also" both sides in `inner` [R, 2 M], or "only" those.
     """
-    entry = table + (tl.program_id(0) // BLOCKS) * 8
-    expert = tl.load(entry)
-    if expert < 0:
-        return
-    start, count, before, tiles = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
-    local = tl.program_id(0) - before * BLOCKS
-    group = local // (GROUP * BLOCKS)
-    members = tl.minimum(GROUP, tiles - group * GROUP)
-    local -= group * GROUP * BLOCKS
-    block = local // members
-    tile = group * GROUP + local % members
-    whole = tl.load(entry + 5) * HALVES
-    if tile < whole:
-        at = tile // HALVES * FULL
-        _tile(
-            x, order, w, w_more, out, inner, expert, start + at, tl.minimum(count - at, FULL), block * HALVES + tile % HALVES, K, M, beta,
-            linear, MW // HALVES, FULL, 0, BK, STAGES, TOPK, GATHER, SCATTER, TRANSPOSED, TWICE, EVEN, ACT, KEEP, PRECISION,
-        )  # fmt: skip
-    else:
-        at = whole // HALVES * FULL
-        rest = count - at
-        for i in tl.static_range(len(FIRST)):
-            widest = FIRST[i] + SECOND[i]
-            narrower = FIRST[i - 1] + SECOND[i - 1] if i else 0
-            if (rest > narrower) & (rest <= widest):
-                _tile(
-                    x, order, w, w_more, out, inner, expert, start + at, rest, block, K, M, beta, linear, MW, FIRST[i], SECOND[i], BK,
-                    STAGES, TOPK, GATHER, SCATTER, TRANSPOSED, TWICE, EVEN, ACT, KEEP, PRECISION,
-                )  # fmt: skip
+    for number in tl.range(tl.program_id(0), tl.load(total) * BLOCKS, tl.num_programs(0), num_stages=1, disable_licm=True):
+        entry = table + (number // BLOCKS) * 8
+        expert, start, count = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        before, tiles, whole = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+        local = number - before * BLOCKS
+        group = local // (GROUP * BLOCKS)
+        members = tl.minimum(GROUP, tiles - group * GROUP)
+        local -= group * GROUP * BLOCKS
+        block = local // members
+        tile = group * GROUP + local % members
+        at = tl.minimum(tile // HALVES, whole) * FULL
+        rest = tl.minimum(count - at, FULL)
+        if HALVES > 1 and tile < whole * HALVES:
+            _tile(
+                x, order, w, w_more, out, inner, expert, start + at, rest, block * HALVES + tile % HALVES, K, M, beta, linear,
+                MW // HALVES, FULL, 0, BK, STAGES, TOPK, GATHER, SCATTER, TRANSPOSED, TWICE, EVEN, ACT, KEEP, PRECISION,
+            )  # fmt: skip
+        else:
+            for i in tl.static_range(len(FIRST)):
+                narrower = FIRST[i - 1] + SECOND[i - 1] if i else 0
+                if (rest > narrower) & (rest <= FIRST[i] + SECOND[i]):
+                    _tile(
+                        x, order, w, w_more, out, inner, expert, start + at, rest, block, K, M, beta, linear, MW, FIRST[i], SECOND[i], BK,
+                        STAGES, TOPK, GATHER, SCATTER, TRANSPOSED, TWICE, EVEN, ACT, KEEP, PRECISION,
+                    )  # fmt: skip
