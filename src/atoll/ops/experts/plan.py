@@ -56,7 +56,7 @@ def choose(tokens: int, latent: int, inner: int, dtype: torch.dtype, hopper: boo
     if dtype == torch.float32:
         return Config(full, 1, classes, none, 64, 32, 2, 4, 64, 64, 32, 2, 4, resident=3)
     if min(latent, inner) < 512:  # a few steps a sum: several small programs a multiprocessor hide each other's beginning and end
-        return Config(full, 1, classes, none, 64, 32, 3, 4, 64, 64, 64, 4, 4, resident=3)
+        return Config(full, 1, classes, none, 64, 32, 3, 4, 64, 64, 64, 4, 4, resident=4)
     if hopper and most > 128:
         return HOPPER
     if not hopper or full == 128:
@@ -79,14 +79,14 @@ class Plan(NamedTuple):
     @staticmethod
     def size(assignments: int, experts: int) -> int:
         """Integers of the buffer that holds all three; the same whatever the settings."""
-        tiles = assignments // _NARROWEST + torch.sym_min(assignments, experts)
-        return _room(assignments) + 2 * _room(experts + 1) + 8 * tiles
+        tiles = assignments // _NARROWEST + torch.sym_min(assignments, experts)  # a traced number has no min()
+        return _room(assignments) + 2 * _room(experts + 1) + 8 * tiles  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def read(buffer: Tensor, assignments: int, experts: int) -> Plan:
         first, each = _room(assignments), _room(experts + 1)
-        edges = (buffer[at : at + experts + 1] for at in (first, first + each))
-        return Plan(buffer[:assignments], *edges, buffer[first + 2 * each :].view(-1, 8))
+        rows, tiles = (buffer[at : at + experts + 1] for at in (first, first + each))
+        return Plan(buffer[:assignments], rows, tiles, buffer[first + 2 * each :].view(-1, 8))
 
 
 def tiles(config: Config, assignments: int, experts: int) -> int:

@@ -1,5 +1,8 @@
 """What runs between and after the experts' products: the activation's gradient, and the weighted sum of a token's rows."""
 
+# What Triton compiles is not quite Python: to pyright its ranges are no iterators, a constexpr no tuple.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
 import triton
 import triton.language as tl
 

@@ -9,6 +9,9 @@ Programs of an expert run through its token tiles first, then through its weight
 Tokens past a tile's end are computed from its last token, and not stored.
 """
 
+# What Triton compiles is not quite Python: to pyright its ranges are no iterators, a constexpr no tuple.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
 import triton
 import triton.language as tl
 
