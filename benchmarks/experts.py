@@ -11,9 +11,11 @@ over 690 TFLOP/s, both measured on an H200.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,29 +105,67 @@ def loads(config: Config) -> tuple[torch.Tensor, int]:
     return torch.tensor([e for e, n in enumerate(rows) for _ in range(n)], device="cuda")[:, None], len(rows)
 
 
-def check(config: Config | None) -> list[dict]:
-    results = []
-    for dtype, shape in (
-        (torch.bfloat16, (512, 512)),
-        (torch.bfloat16, (600, 520)),
-        (torch.bfloat16, (192, 160)),
-        (torch.float32, (96, 72)),
-    ):
+def cases(config: Config | None) -> list[tuple[str, Callable[[], list[torch.Tensor]], Config | None]]:
+    """(name, maker of the arguments, setting), the slowest to compile first."""
+    half, made = torch.bfloat16, []
+    for dtype, shape in ((half, (512, 512)), (half, (592, 528)), (half, (600, 520)), (torch.float32, (96, 72)), (half, (192, 160))):
         chosen = config or choose(8192, *shape, dtype, True)
-        ids, experts = loads(chosen)
-        ids = ids[torch.randperm(ids.shape[0], device="cuda")]
-        results.append(check_case(f"{dtype} {shape} every class", material(ids, experts, *shape, dtype), chosen))
-    for tokens in (1, 20, 50, 100, 700):
-        ids = different(tokens, 4, 24, 1.0)
-        results.append(check_case(f"{tokens} tokens, 4 of 24, (512, 768)", material(ids, 24, 512, 768), config))
-        results.append(check_case(f"{tokens} tokens, 4 of 24, (192, 160)", material(ids, 24, 192, 160), config))
+
+        def every(dtype: torch.dtype = dtype, shape: tuple[int, int] = shape, chosen: Config = chosen) -> list[torch.Tensor]:
+            ids, experts = loads(chosen)
+            torch.manual_seed(2)
+            return material(ids[torch.randperm(ids.shape[0], device="cuda")], experts, *shape, dtype)
+
+        made.append((f"{str(dtype)[6:]} {shape} every class", every, chosen))
+    for tokens, shape in itertools.product((100, 50, 20, 1, 700), ((512, 768), (192, 160))):
+        name = f"{tokens} tokens, 4 of 24, {shape}"
+        made.append((name, lambda tokens=tokens, shape=shape: material(different(tokens, 4, 24, 1.0), 24, *shape), config))
+    return made
+
+
+def check_sort() -> dict:
     ids = different(*BIG[:3])
     plan = Plan.read(sort(ids, BIG[2], HOPPER), ids.numel(), BIG[2])
     flat = ids.reshape(-1)
     right = torch.equal(plan.order.long(), flat.argsort(stable=True))
     right &= torch.equal(plan.first[1:].long(), torch.bincount(flat, minlength=BIG[2]).cumsum(0))
     print("ok  sort of 131072" if right else "BAD sort of 131072", flush=True)
-    return [*results, {"case": "sort", "bad": [] if right else ["order"]}]
+    return {"case": "sort", "bad": [] if right else ["order"]}
+
+
+def check_shard(config: Config | None, shard: str) -> list[dict]:
+    """This part i/n of the checks."""
+    index, parts = map(int, shard.split("/"))
+    results = [check_case(name, make(), setting) for name, make, setting in cases(config)[index::parts]]
+    return results if index else [*results, check_sort(), *check_route()]
+
+
+def check(config: str) -> list[dict]:
+    """All checks, in processes of their own that compile side by side and leave their kernels in Triton's cache."""
+    parts, running = 8, []
+    with tempfile.TemporaryDirectory() as folder:
+        for index in range(parts):
+            out = Path(folder) / f"{index}.json"
+            command = [
+                sys.executable,
+                __file__,
+                "--parts",
+                "check_shard",
+                "--shard",
+                f"{index}/{parts}",
+                "--out",
+                str(out),
+                "--config",
+                config,
+            ]
+            running.append((out, subprocess.Popen(command)))
+        results: list[dict] = []
+        for out, process in running:
+            failed = process.wait() != 0
+            results += [{"case": out.stem, "bad": ["did not finish"]}] if failed else json.loads(out.read_text())["check_shard"]
+    bad = [r["case"] for r in results if r["bad"] or not r.get("deterministic", True)]
+    print(f"{len(results)} checks, bad: {bad or 'none'}", flush=True)
+    return results
 
 
 def check_route() -> list[dict]:
@@ -400,6 +440,7 @@ def main() -> None:
     parser.add_argument("--parts", default="check,route,shard,preset,big,decode,kernels")
     parser.add_argument("--variants", default="")
     parser.add_argument("--shapes", default="big,shard", help="of the variants")
+    parser.add_argument("--shard", default="0/1", help="which part of the checks, for check_shard")
     parser.add_argument("--config", default="", help="changes to the blueprint's setting, for checks and times")
     options = parser.parse_args()
     parts, variants = options.parts.split(","), [v.strip() for v in options.variants.split(";")]
@@ -411,7 +452,8 @@ def main() -> None:
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     jobs: dict[str, Callable[[], Any]] = {
         "variants": lambda: time_variants(variants, {n: every[n] for n in options.shapes.split(",")}),
-        "check": lambda: [*check(config), *check_route()],
+        "check": lambda: check(options.config),
+        "check_shard": lambda: check_shard(config, options.shard),
         "route": time_route,
         "shard": lambda: time_shape("112 experts", SHARD, True, config),
         "preset": lambda: time_shape("1b preset", PRESET, True, None),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from atoll.ops.dispatch import count, use_triton
-from atoll.ops.experts.fused import experts_refusal, fused
+from atoll.ops.experts.fused import experts_refusal, fused_mlp
 from atoll.ops.experts.grouped import Grouped
 from atoll.ops.experts.reference import experts_mlp_reference
 from atoll.ops.experts.torch_grouped import grouped_refusal, torch_grouped
@@ -80,6 +80,6 @@ def experts_mlp(
         return torch_grouped(x, ids, weights, w1, w3, w2, betas)
     refusal = experts_refusal(x, ids, weights, quantization) if x.is_cuda or backend == "triton" else ""
     if use_triton("experts_mlp", backend, x.is_cuda, refusal):
-        return fused(x, ids, weights, w1, w3, w2, betas, recompute)
+        return fused_mlp(x, ids, weights, w1, w3, w2, betas, recompute)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weights, w1, w3, w2))
     return Grouped.apply(x, ids, weights, w1, w3, w2, betas, quantization, keep)  # type: ignore[no-any-return]

@@ -37,7 +37,7 @@ def experts_refusal(x: Tensor, ids: Tensor, weights: Tensor, quantization: str) 
     return ""
 
 
-def fused(
+def fused_mlp(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, betas: tuple[float, float | None] | None, recompute: bool
 ) -> Tensor:
     """As `experts_mlp`; betas: SiTU's caps, or None for SwiGLU. An id that is no expert's adds nothing."""

@@ -55,7 +55,9 @@ def choose(tokens: int, latent: int, inner: int, dtype: torch.dtype, hopper: boo
     none = (0,) * len(classes)
     if dtype == torch.float32:
         return Config(full, 1, classes, none, 64, 32, 2, 4, 64, 64, 32, 2, 4, resident=3)
-    if min(latent, inner) < 512:  # a few steps a sum: several small programs a multiprocessor hide each other's beginning and end
+    # A few steps a sum: several small programs a multiprocessor hide each other's beginning and end. Rows that do not start on 16
+    # elements are fetched through registers, which large tiles have none left for.
+    if min(latent, inner) < 512 or latent % 16 or inner % 16:
         return Config(full, 1, classes, none, 64, 32, 3, 4, 64, 64, 64, 4, 4, resident=4)
     if hopper and most > 128:
         return HOPPER
