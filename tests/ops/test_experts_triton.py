@@ -92,8 +92,7 @@ def direct(arguments, config, act=SITU, needs=(True, True, True), keep=False):
     return [out, *backward(up, x, ids, weights, *w, buffer, inner, act, needs, config)]
 
 
-@pytest.mark.parametrize("latent", [64, 24])
-@pytest.mark.parametrize("count", [15, 16, 17, 32, 33, 48, 49, 63, 64, 65, 80, 144, 200])
+@pytest.mark.parametrize(("count", "latent"), [*((n, 64) for n in (15, 16, 17, 32, 33, 48, 49, 64, 65, 144, 200)), (49, 24), (130, 24)])
 def test_every_class_of_token_tiles(count, latent):
     """One expert with `count` rows, one with a single row, one with none, one after them."""
     ids = torch.tensor([0] * count + [1] + [3] * 5).view(-1, 1)
@@ -120,7 +119,7 @@ def test_small_and_saturated_activations(size):
 
 
 def test_kept_activations_give_the_gradients_of_recomputed_ones():
-    arguments = material(different(30, 3))
+    arguments = material(different(18, 3))
     for config in (None, SMALL):
         for a, b in zip(direct(arguments, config), direct(arguments, config, keep=True), strict=True):
             assert torch.equal(a, b)
@@ -131,7 +130,7 @@ def test_kept_activations_give_the_gradients_of_recomputed_ones():
 
 
 def test_same_bits_on_every_run():
-    arguments = material(different(40, 3, skew=1.0))
+    arguments = material(different(25, 3, skew=1.0))
     for config in (None, SMALL):
         for a, b in zip(direct(arguments, config), direct(arguments, config), strict=True):
             assert torch.equal(a, b)
@@ -144,7 +143,7 @@ def test_no_token():
 
 
 def test_frozen_inputs_get_no_gradient_and_the_others_the_same():
-    arguments = material(different(40, 3))
+    arguments = material(different(12, 2))
     full = outcome(experts_mlp, arguments, backend="triton")
     for wanted in ((0,), (2,), (3,), (5,), (0, 2, 4)):
         leaves = [a.requires_grad_(i in wanted) if a.is_floating_point() else a for i, a in enumerate(t.clone() for t in arguments)]

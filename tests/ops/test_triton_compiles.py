@@ -111,7 +111,7 @@ def expert_cases():
 
     few, small = choose(20, 3584, 3072, torch.bfloat16, True), choose(8192, 192, 160, torch.bfloat16, True)
     single, other = choose(8192, 3584, 3072, torch.float32, True), choose(8192, 3584, 3072, torch.bfloat16, False)
-    points = {"BLOCK": 1024, "PIECES": 3, "ACT": "situ"}
+    points = {"ROWS": 1, "BLOCK": 1024, "PIECES": 3, "ACT": "situ"}
     return {
         **{f"experts {kind}": product_case(HOPPER, kind) for kind in ("up", "down", "back", "dx")},
         "experts up, kept": product_case(HOPPER, "up", keep="also"),
@@ -124,7 +124,7 @@ def expert_cases():
         "experts, gradient of w2, narrow": weight_case(small, 1, latent=192, inner=160),
         "experts, gradient of w2, float32": weight_case(single, 1, F32),
         "experts slope": (
-            "experts.point_kernels", "slope_kernel", [BF16, BF16, F32, I32, I32, BF16, BF16, F32, 896, 3072, 4.0, 25.0], points, 4,
+            "experts.point_kernels", "slope_kernel", [BF16, BF16, F32, I32, I32, BF16, BF16, F32, 3072, 4.0, 25.0], points, 4,
         ),
         "experts sum": (
             "experts.point_kernels", "sum_kernel", [BF16, I64, F32, BF16, 8192, 896, 3584],

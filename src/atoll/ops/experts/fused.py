@@ -141,10 +141,11 @@ def backward(
     back, d_inner, hidden = x.new_empty(rows, width), torch.empty_like(inner), x.new_empty(rows, width)
     _products(grad, plan, (w2, w2), back, back, k, config, none, gather=True, transposed=True)
     block = min(1024, max(16, 1 << (width - 1).bit_length()))
+    each = 1024 // block
     launch(
-        point_kernels.slope_kernel, (rows,), x,
-        inner, back, weights, plan.order, plan.first, d_inner, hidden, d_weights, experts, width, act[1], act[2],
-        BLOCK=block, PIECES=-(-width // block), ACT=act[0], num_warps=4 if block > 256 else 1,
+        point_kernels.slope_kernel, (-(-rows // each),), x,
+        inner, back, weights, plan.order, plan.first[experts:], d_inner, hidden, d_weights, width, act[1], act[2],
+        ROWS=each, BLOCK=block, PIECES=-(-width // block), ACT=act[0], num_warps=4,
     )  # fmt: skip
     del inner, back
     if needs[1]:

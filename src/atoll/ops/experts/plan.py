@@ -17,7 +17,8 @@ class Config(NamedTuple):
 
     `weights` rows of an expert's weights a program, `depth` of the sum a step, pipeline `stages`, `warps`; the same for the gradients of
     the weights, whose tile is `tall` x `wide`. `group`: token tiles of an expert that share a weight tile before the next is read.
-    `resident`: programs of a product a multiprocessor holds at once, by registers and shared memory. With `halves` = 1, `full` is a class.
+    Two of `grad_stages` go to the rows' numbers, which are fetched before the rows. `resident`: programs of a product that a
+    multiprocessor holds at once, by registers and shared memory. With `halves` = 1, `full` is a class.
     """
 
     full: int
@@ -31,7 +32,7 @@ class Config(NamedTuple):
     tall: int = 128
     wide: int = 256
     deep: int = 64
-    grad_stages: int = 4
+    grad_stages: int = 5
     grad_warps: int = 8
     group: int = 16
     grad_group: int = 8
@@ -58,11 +59,11 @@ def choose(tokens: int, latent: int, inner: int, dtype: torch.dtype, hopper: boo
     # A few steps a sum: several small programs a multiprocessor hide each other's beginning and end. Rows that do not start on 16
     # elements are fetched through registers, which large tiles have none left for.
     if min(latent, inner) < 512 or latent % 16 or inner % 16:
-        return Config(full, 1, classes, none, 64, 32, 3, 4, 64, 64, 64, 4, 4, resident=4)
+        return Config(full, 1, classes, none, 64, 32, 3, 4, 64, 64, 64, 5, 4, resident=4)
     if hopper and most > 128:
         return HOPPER
     if not hopper or full == 128:
-        return Config(full, 1, classes, none, 128, 64, 4 if hopper else 2, 8, 128, 128, grad_stages=4 if hopper else 2)
+        return Config(full, 1, classes, none, 128, 64, 4 if hopper else 2, 8, 128, 128, grad_stages=5 if hopper else 2)
     return Config(full, 1, classes, none, 128, 64, 4, 4, 128, 128, resident=2)
 
 

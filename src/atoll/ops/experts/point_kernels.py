@@ -35,21 +35,20 @@ def _slopes(gate, up, beta, linear, ACT: tl.constexpr):
 
 @triton.jit
 def slope_kernel(
-    inner, back, weights, order, first, d_inner, hidden, d_weights, EXPERTS, I, beta, linear, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    ACT: tl.constexpr,
+    inner, back, weights, order, total, d_inner, hidden, d_weights, I, beta, linear, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, ACT: tl.constexpr,
 ):  # fmt: skip
-    """One sorted row: from gate and up (`inner` [R, 2 I]) and the gradient of the hidden row before the token's weight (`back`), the
-    gradients of gate and up, the weighted hidden row, and the weight's gradient, their product's sum, at the assignment."""
-    row = tl.program_id(0)
-    if row >= tl.load(first + EXPERTS):
-        return
-    assignment = tl.load(order + row)
-    weight = tl.load(weights + assignment).to(tl.float32)
-    along = tl.zeros([BLOCK], tl.float32)
-    base = row.to(tl.int64) * I
+    """ROWS sorted rows of the `total` there are: from gate and up (`inner` [R, 2 I]) and the gradient of the hidden row before the token's
+    weight (`back`), the gradients of gate and up, the weighted hidden row, and the weight's gradient, at the assignment."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < tl.load(total)
+    assignment = tl.load(order + row, mask=live, other=0)
+    weight = tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)[:, None]
+    along = tl.zeros([ROWS, BLOCK], tl.float32)
+    base = row.to(tl.int64)[:, None] * I
     for i in tl.static_range(PIECES):
-        column = i * BLOCK + tl.arange(0, BLOCK)
-        mask = column < I
+        column = i * BLOCK + tl.arange(0, BLOCK)[None, :]
+        mask = live[:, None] & (column < I)
         gate = tl.load(inner + 2 * base + column, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(inner + 2 * base + I + column, mask=mask, other=0.0).to(tl.float32)
         gradient = tl.load(back + base + column, mask=mask, other=0.0).to(tl.float32)
@@ -59,7 +58,7 @@ def slope_kernel(
         gradient *= weight
         tl.store(d_inner + 2 * base + column, (to_gate * gradient).to(d_inner.dtype.element_ty), mask=mask)
         tl.store(d_inner + 2 * base + I + column, (to_up * gradient).to(d_inner.dtype.element_ty), mask=mask)
-    tl.store(d_weights + assignment, tl.sum(along, 0).to(d_weights.dtype.element_ty))
+    tl.store(d_weights + assignment, tl.sum(along, 1).to(d_weights.dtype.element_ty), mask=live)
 
 
 @triton.jit
