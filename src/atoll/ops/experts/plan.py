@@ -101,7 +101,7 @@ def sort(ids: Tensor, experts: int, config: Config) -> Tensor:
     """The buffer of a `Plan` for ids [T, k], int32."""
     from atoll.ops.experts import sort_kernels as kernels
 
-    assignments, block, bins = ids.numel(), 256, 1 << experts.bit_length()
+    assignments, block, bins = ids.numel(), 256, max(64, 1 << experts.bit_length())
     buffer = ids.new_zeros(Plan.size(assignments, experts), dtype=torch.int32)
     plan, number = Plan.read(buffer, assignments, experts), tiles(config, assignments, experts)
     blocks = -(-assignments // block)
