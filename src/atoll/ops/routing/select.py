@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
+
+from atoll.ops.dispatch import use_triton
+from atoll.ops.routing.route_launch import route_counted, route_only, route_refusal
+
+
+class Histogram(Protocol):
+    """What `route` needs of a `QuantileHistogram` to count while it routes."""
+
+    counts: Tensor  # int64 [E, bins]
+    low: Tensor
+    width: Tensor
+
+    def observe(self, scores: Tensor, cutoff: Tensor, mask: Tensor | None = None) -> Any: ...
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -41,22 +56,48 @@ def top_by_index(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return top[:, :n], ids[:, :n]
 
 
-def route(scores: Tensor, bias: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    scores: Tensor,
+    bias: Tensor,
+    k: int,
+    *,
+    histogram: Histogram | None = None,
+    load: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose k experts a token by `scores + bias`; weigh them by `scores` alone.
 
     scores [T, E] after the sigmoid, bias [E] -> ids int64 [T, k] by falling biased score (ties: lowest index first),
     weights [T, k] (differentiable in scores; sum to 1), cutoff [T], the (k+1)-th biased score. Weights and cutoff are float32,
     or float64 for float64 scores. Source: Kimi K3 report, arXiv 2607.24653, eq. 13, app. C.
-    Raises ValueError unless 1 <= k < E and shapes fit.
+    histogram: a `QuantileHistogram` that observes these tokens; load: int64 [E], to which each expert's tokens are added. mask [T]
+    bool: False rows (padding) are routed but in neither. backend: "auto", "triton" or "torch": the same ids, cutoffs and counts,
+    bit for bit. Raises ValueError unless 1 <= k < E and shapes fit.
     """
     if scores.dim() != 2 or bias.shape != scores.shape[1:]:
         raise ValueError(f"scores must be [T, E] and bias [E], not {list(scores.shape)} and {list(bias.shape)}")
     if not 1 <= k < scores.shape[1]:
         raise ValueError(f"k = {k} must be at least 1 and below the number of experts, {scores.shape[1]}")
+    if mask is not None and mask.shape != scores.shape[:1]:
+        raise ValueError(f"mask must be [{scores.shape[0]}], not {list(mask.shape)}")
+    refusal = route_refusal(scores, k) if scores.is_cuda or backend == "triton" else ""
+    if use_triton("route", backend, scores.is_cuda, refusal):
+        if histogram is None and load is None:
+            ids, weights, cutoff = route_only(scores, bias, k)
+        else:
+            counted = (None, None, None) if histogram is None else (histogram.counts, histogram.low, histogram.width)
+            ids, weights, cutoff = route_counted(scores, bias, k, *counted, load, mask)
+        return ids, route_weights(scores, ids) if scores.requires_grad and torch.is_grad_enabled() else weights, cutoff
     scores = _wide(scores)
     with torch.no_grad():
         top, ids = top_by_index(scores.detach() + bias.to(scores.dtype), k + 1)
         ids, cutoff = ids[:, :k].contiguous(), top[:, k].contiguous()
+        if histogram is not None:
+            histogram.observe(scores.detach(), cutoff, mask)
+        if load is not None:
+            counted = ids if mask is None else ids[mask]
+            load += torch.bincount(counted.reshape(-1), minlength=load.numel())
     return ids, route_weights(scores, ids), cutoff
 
 
