@@ -117,7 +117,8 @@ def test_an_image_is_one_placeholder_and_its_size():
 
 def test_trained_is_all_that_an_assistant_writes_and_nothing_else():
     assert trained(PLAIN) == "".join(
-        f"<|open|>think<|sep|>{thought}<|close|>think<|sep|><|open|>response<|sep|>{answer}<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+        f"<|open|>think<|sep|>{thought}<|close|>think<|sep|><|open|>response<|sep|>{answer}<|close|>response<|sep|>"
+        "<|close|>message<|sep|><|end_of_msg|>"
         for thought, answer in (("Two and three.", "5"), ("", "9"))
     )
     assert trained(PLAIN[:2], tools=TOOLS, effort="low", add_generation_prompt=True) == ""
@@ -275,7 +276,11 @@ def test_what_is_nested_without_end_is_one_short_line():
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    for messages in (deep, [{"role": "user", "content": [deep]}], [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": deep}]}]):
+    for messages in (
+        deep,
+        [{"role": "user", "content": [deep]}],
+        [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": deep}]}],
+    ):
         with pytest.raises(UserError) as caught:
             render(messages)
         assert len(str(caught.value)) < 200
