@@ -1,6 +1,6 @@
 """Attention residual on a GPU: every case checked against float64, then timed beside its bytes and its peers. Prints tables, writes JSON.
 
-    python benchmarks/attn_res.py [--out attn_res.json] [--parts check,mix,model,decode,first,variants]
+    python benchmarks/attn_res.py [--out attn_res.json] [--parts check,mix,model,decode,first,step,variants]
 
 Kernels are compiled side by side in processes of their own first. Floors are bytes over 4.27 TB/s, the copy bandwidth of an H200; this
 run's own copy is measured too. Peers, where they can be imported: fla's `fused_attnres`, and torch.compile of the plain formula. Times are
@@ -103,40 +103,50 @@ def block_mixes(backend: str, partial: torch.dtype | None, sources: int, queries
     return run
 
 
+def check_mix(sources: int, width: int, fused: bool) -> dict:
+    rows, (query, weight, norm) = made(sources, 333, width)
+
+    def run(*leaves: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+        query, weight, norm, delta, *rows = leaves
+        given = {"delta": delta, "out_norm": norm} if fused else {}
+        out, last = attn_res_sum(rows, query, weight, backend=backend, **given)
+        return out + last + (0 if fused else 0 * (norm + delta))
+
+    leaves = [query, weight, norm, torch.randn_like(rows[0]), *rows]
+    # a lone source's score has no gradient
+    skip = (1, 2) if sources == 1 else ()
+    return compare(
+        f"mix {sources} x {width}{' fused' if fused else ''}", run, leaves, functools.partial(run, backend="torch"), 1.5e-2, skip
+    )
+
+
+def check_block(sources: int, queries: int, tokens: int, width: int, partial: torch.dtype) -> dict:
+    rows, (_, _, norm) = made(sources, tokens, width)
+    vectors = [torch.randn(width, device="cuda").bfloat16() * (width**-0.5 if i < queries else 1) for i in range(2 * queries)]
+    leaves = [*rows, *vectors, *(torch.randn(tokens, width, device="cuda").bfloat16() for _ in range(queries - 1)), norm]
+    name = f"block {sources} sources {queries} queries {width} {str(partial)[6:]}"
+    return compare(
+        name, block_mixes("auto", partial, sources, queries), leaves, block_mixes("torch", None, sources, queries), 2e-2
+    )  # fmt: skip
+
+
+def compare(name: str, run: Callable, leaves: list[torch.Tensor], twin: Callable, limit: float, skip: tuple[int, ...] = ()) -> dict:
+    """Output and gradients twice, and once by the twin in float64."""
+    got, again, expected = outcome(run, leaves), outcome(run, leaves), outcome(twin, [t.double() for t in leaves])
+    keep = [i for i, e in enumerate(expected) if e.any() and i not in skip]
+    result = verdict(name, [got[i] for i in keep], [expected[i] for i in keep], limit)
+    return {**result, "deterministic": all(torch.equal(a, b) for a, b in zip(got, again, strict=True))}
+
+
+def checks() -> list[Callable[[], dict]]:
+    shapes = [*((s, w) for s, _, w in SHAPES), (1, 7168), (64, 1024), (6, 2880), (3, 128)]
+    blocks = [(8, 24, 200, 7168, BF16), (4, 24, 300, 7168, F32), (1, 8, 70, 1024, BF16)]
+    mixes = [functools.partial(check_mix, *shape, fused) for shape in shapes for fused in (False, True)]
+    return [*mixes, *(functools.partial(check_block, *case) for case in blocks)]
+
+
 def check() -> list[dict]:
-    results = []
-    for sources, _, width in [*SHAPES, (1, 0, 7168), (64, 0, 1024), (6, 0, 2880), (3, 0, 128)]:
-        rows, (query, weight, norm) = made(sources, 333, width)
-        for fused in (False, True):
-
-            def run(*leaves: torch.Tensor, fused: bool = fused, backend: str = "auto") -> torch.Tensor:
-                query, weight, norm, delta, *rows = leaves
-                given = {"delta": delta, "out_norm": norm} if fused else {}
-                out, last = attn_res_sum(rows, query, weight, backend=backend, **given)
-                return out + last + (0 if fused else 0 * (norm + delta))
-
-            leaves = [query, weight, norm, torch.randn_like(rows[0]), *rows]
-            got, again = outcome(run, leaves), outcome(run, leaves)
-            expected = outcome(lambda *x, run=run: run(*x, backend="torch"), [t.double() for t in leaves])
-            keep = [i for i, e in enumerate(expected) if e.any() and not (sources == 1 and i in (1, 2))]
-            name = f"mix {sources} x {width}{' fused' if fused else ''}"
-            results.append(verdict(name, [got[i] for i in keep], [expected[i] for i in keep]))
-            results[-1]["deterministic"] = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
-    for sources, queries, tokens, width, partial in ((8, 24, 200, 7168, BF16), (4, 24, 300, 7168, F32), (1, 8, 70, 1024, BF16)):
-        rows, _ = made(sources, tokens, width)
-        vectors = [torch.randn(width, device="cuda").bfloat16() * (width**-0.5 if i < queries else 1) for i in range(2 * queries)]
-        leaves = [
-            *rows,
-            *vectors,
-            *(torch.randn(tokens, width, device="cuda").bfloat16() for _ in range(queries - 1)),
-            made(1, 1, width)[1][2],
-        ]
-        got, again = (outcome(block_mixes("auto", partial, sources, queries), leaves) for _ in range(2))
-        expected = outcome(block_mixes("torch", None, sources, queries), [t.double() for t in leaves])
-        name = f"block {sources} sources {queries} queries {width} {str(partial)[6:]}"
-        keep = [i for i, e in enumerate(expected) if e.any()]
-        results.append(verdict(name, [got[i] for i in keep], [expected[i] for i in keep], 2e-2))
-        results[-1]["deterministic"] = all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    results = [run() for run in checks()]
     unsure = [r["case"] for r in results if r["bad"] or not r["deterministic"]]
     print("all right and deterministic" if not unsure else f"BAD: {unsure}", flush=True)
     return results
@@ -292,6 +302,35 @@ def time_decode() -> dict:
     return result
 
 
+def time_step(preset: str = "1b-a50m", tokens: int = 8192) -> dict:
+    """Forward and backward of a preset in bfloat16, no optimizer: block and full against plain, and what is allocated at the loss."""
+    from atoll.config import load_config
+    from atoll.model import Model
+
+    result: dict[str, dict] = {}
+    ids = torch.randint(1, 1000, (1, tokens), device="cuda")
+    for residual in ("plain", "block", "full"):
+        torch.manual_seed(0)
+        model = Model(load_config(preset, {"model.residual": residual}).model, dtype=BF16, device="cuda").train()
+
+        def step(model: Model = model) -> None:
+            loss = model(ids, labels=ids).loss
+            assert loss is not None
+            loss.backward()
+            model.zero_grad()
+
+        step()
+        before = torch.cuda.memory_allocated()
+        loss = model(ids, labels=ids).loss
+        kept = round((torch.cuda.memory_allocated() - before) / 2**30, 3)
+        del loss
+        result[residual] = {"ms": bench(step, rep=2000), "kept_GiB": kept}
+        print(f"{preset}, {residual}", result[residual], flush=True)
+        del model, step
+        torch.cuda.empty_cache()
+    return result
+
+
 # ---------------------------------------------------------------- variants, compiling, first calls
 
 
@@ -370,8 +409,12 @@ def time_variants() -> dict:
     return result
 
 
-def compile_group(index: int, count: int) -> None:
-    """This process's share of all variants, run once each: Triton's cache is then filled."""
+def compile_group(kind: str, index: int, count: int) -> None:
+    """This process's share of the checks or of all variants, run once each: Triton's cache is then filled."""
+    if kind == "check":
+        for run in checks()[index::count]:
+            run()
+        return
     number = 0
     for group, runs in all_variants().items():
         for name, run in runs():
@@ -385,12 +428,13 @@ def compile_group(index: int, count: int) -> None:
         torch.cuda.empty_cache()
 
 
-def compile_all(processes: int = 10) -> None:
+def compile_all(kind: str, processes: int = 10) -> None:
     start = time.perf_counter()
-    running = [subprocess.Popen([sys.executable, __file__, "--parts", f"compile:{i}:{processes}"]) for i in range(processes)]
-    for p in running:
-        p.wait()
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    command = [sys.executable, __file__, "--parts"]
+    quiet = subprocess.DEVNULL if kind == "check" else None  # its lines come again
+    running = [subprocess.Popen([*command, f"compile:{kind}:{i}:{processes}"], stdout=quiet) for i in range(processes)]
+    failed = [p.args for p in running if p.wait()]
+    print(f"{kind}: compiled in {time.perf_counter() - start:.0f} s", *failed, flush=True)
 
 
 def first_call(which: str) -> None:
@@ -427,25 +471,27 @@ def time_first_calls() -> dict:
 
 
 PARTS: dict[str, Callable[[], object]] = {
-    "check": check, "mix": time_mixes, "model": time_model, "decode": time_decode, "first": time_first_calls, "variants": time_variants,
+    "check": check, "mix": time_mixes, "model": time_model, "decode": time_decode, "first": time_first_calls, "step": time_step,
+    "variants": time_variants,
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--parts", default="check,mix,model,decode,first,variants")
+    parser.add_argument("--parts", default="check,mix,model,decode,first,step,variants")
     options = parser.parse_args()
     if options.parts.startswith("compile:"):
-        compile_group(*map(int, options.parts.split(":")[1:]))
+        _, kind, index, count = options.parts.split(":")
+        compile_group(kind, int(index), int(count))
         return
     if options.parts.startswith("first:"):
         first_call(options.parts.split(":")[1])
         return
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     chosen = options.parts.split(",")
-    if "variants" in chosen:
-        compile_all()
+    for kind in {"check", "variants"} & set(chosen):
+        compile_all(kind)
     for part in chosen:
         report[part] = PARTS[part]()
         torch.cuda.empty_cache()

@@ -203,6 +203,12 @@ def test_one_compiled_graph_with_gradients():
         assert ratio(a, b) < 1e-4
 
 
+def test_more_tokens_than_a_grids_second_axis():
+    case = BlockCase(2, 3, 70_000, 64)
+    for a, b in zip(case.run(F32, "auto"), case.run(torch.float64, "torch"), strict=True):
+        assert ratio(a, b) < 2 * GRADIENT_LIMITS[F32]
+
+
 @room(50)
 def test_beyond_32_bit_offsets():
     tokens, width = 2**31 // 7168 + 70, 7168

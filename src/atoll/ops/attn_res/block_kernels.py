@@ -88,10 +88,11 @@ def weights_kernel(scores, weights, lse, N, Q, R: tl.constexpr, BLOCK: tl.conste
 @triton.jit
 def values_kernel(sources, weights, mean, N, Q, R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A tile of ROWS tokens by BLOCK columns of every source, read once, into the same tile of each query's mean [Q, N, D]."""
-    first = tl.program_id(1).to(tl.int64) * ROWS
+    across: tl.constexpr = (D + BLOCK - 1) // BLOCK  # a grid's second axis ends at 65,535: the tokens need the first
+    first = (tl.program_id(0) // across).to(tl.int64) * ROWS
     wide = first * 0 + N
     row = first + tl.arange(0, ROWS)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
     here = row[:, None] * D + column[None, :]
     mask = (row < N)[:, None] & (column < D)[None, :]
     tiles = ()
@@ -149,14 +150,15 @@ def sources_back_kernel(
     """
     q = tl.arange(0, QP)
     r = tl.arange(0, RP)
-    column = tl.program_id(0) * BK + tl.arange(0, BK)
+    across: tl.constexpr = (D + BK - 1) // BK
+    column = tl.program_id(0) % across * BK + tl.arange(0, BK)
     kind = d_sources.dtype.element_ty
     source = _pick_each(sources, r, R, RP)
     held = (q < Q)[:, None] & (column < D)[None, :]
     some = (r < R)[:, None] & (column < D)[None, :]
     pairs = (r < R)[:, None] & (q < Q)[None, :]
     key = tl.load(keys + q[:, None] * D + column[None, :], mask=held, other=0.0)
-    first = tl.program_id(1) * TOKENS
+    first = tl.program_id(0) // across * TOKENS
     zero = first.to(tl.int64) * 0
     for start in tl.range(first, min(first + TOKENS, N), num_stages=STAGES):
         n = zero + start

@@ -103,7 +103,7 @@ def phase_one(
         mean = like.new_empty(Q, tokens, width, dtype=partial_dtype)
     block, lines = _tile(width, c.values[0])
     launch(
-        kernels.values_kernel, (-(-width // block), -(-tokens // lines)), like,
+        kernels.values_kernel, (-(-width // block) * -(-tokens // lines),), like,
         tuple(sources), weights, mean, tokens, Q, R=R, D=width, ROWS=lines, BLOCK=block, num_warps=c.values[1],
     )  # fmt: skip
     return PhaseOne(mean, lse, scores, weights, scales, keys)
@@ -138,7 +138,7 @@ def phase_one_backward(
     lines, columns, stages, warps = c.sources_back
     columns = _columns(width, _narrowed(columns, Q, like.dtype, d_mean.dtype))
     launch(
-        kernels.sources_back_kernel, (-(-width // columns), -(-tokens // lines)), like,
+        kernels.sources_back_kernel, (-(-width // columns) * -(-tokens // lines),), like,
         d_mean, tuple(sources), held.keys, held.weights, along, own, d_sources, tokens, lines, RP=_padded(R), BK=columns, STAGES=stages,
         num_warps=warps, **flags,
     )  # fmt: skip
