@@ -160,6 +160,15 @@ def test_a_run_that_was_to_end_without_an_evaluation_is_finished(tmp_path):
     assert "not finished" in report.write(write_run(tmp_path / "part", steps=20, finished=False, probes=1, **overrides)).read_text()
 
 
+def test_settings_are_shown_as_a_file_has_them(tmp_path):
+    overrides = {"optim.router_lr": 3e-4 * 0.1, "train.evaluate": False, "model.vision.patch_size": 7}
+    text = report.write(write_run(tmp_path / "r", steps=10, probes=0, **overrides)).read_text()
+    assert "<td><code>router_lr</code></td><td class=changed>3e-05</td>" in text
+    assert "<td><code>evaluate</code></td><td class=changed>false</td>" in text
+    assert "<td><code>vision.patch_size</code></td><td class=changed>7</td>" in text
+    assert "<td><code>max_bytes</code></td><td>none</td>" in text
+
+
 def test_a_single_validation_is_within_the_frame(tmp_path):
     run = write_run(tmp_path / "r", steps=10, finished=False, probes=0)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

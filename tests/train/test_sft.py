@@ -139,7 +139,7 @@ def test_what_a_run_writes_down(tuned: Path, capsys: pytest.CaptureFixture[str])
     stops = json.loads((tuned / "model" / "generation_config.json").read_text())["eos_token_id"]
     assert stops == [1, load_tokenizer(tuned / "model").special["<|end_of_msg|>"]]
     assert cli.main(["eval", str(tuned)]) == 0
-    assert "1 held-out conversations, what their assistants say" in capsys.readouterr().out
+    assert "1 held-out conversation, what the assistants say" in capsys.readouterr().out
 
 
 def test_the_command_answers(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ def evaluate(run: Path) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     """The result as aligned text."""
     rows = [("model", "bits_per_byte"), ("gzip -9", "gzip"), ("xz -9e", "xz")]
-    what = "files" if result["kind"] == "text" else "conversations, what their assistants say"
+    text = result["kind"] == "text"
+    what = ("file" if text else "conversation") + "s" * (result["files"] != 1) + ("" if text else ", what the assistants say")
     head = f"{result['files']:,} held-out {what}: {result['bytes']:,} bytes, {result['tokens']:,} tokens in windows of {result['length']:,}"
     return "\n".join([head, *(f"  {name:<8} {result[key]:.4f} bits per byte" for name, key in rows)])

@@ -267,14 +267,23 @@ def _settings(config: Config) -> str:
     return "\n".join(parts)
 
 
-def _setting_rows(settings: Any) -> str:
+def _setting_rows(settings: Any, prefix: str = "") -> str:
     meanings, default = describe(type(settings)), type(settings)()
     rows = []
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+        value, meaning = getattr(settings, field.name), meanings.get(field.name, "")
+        if dataclasses.is_dataclass(value):
+            rows.append(_setting_rows(value, f"{prefix}{field.name}."))
+            continue
         changed = " class=changed" if value != getattr(default, field.name) else ""
-        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else "none" if value is None else value
-        rows.append(
-            f"<tr><td><code>{field.name}</code></td><td{changed}>{text(shown)}</td><td>{text(meanings.get(field.name, ''))}</td></tr>"
-        )
+        rows.append(f"<tr><td><code>{prefix}{field.name}</code></td><td{changed}>{text(_shown(value))}</td><td>{text(meaning)}</td></tr>")
     return "\n".join(rows)
+
+
+def _shown(value: Any) -> str:
+    """A setting as a file has it, without digits that only rounding put there."""
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
