@@ -14,7 +14,6 @@ from atoll.compare.result import MEASURES, table_rows
 from atoll.config import describe
 from atoll.report.page import document, duration, figure_of, table, text
 
-
 # Two-sided 95 per cent of Student's distribution by the number of seeds, from 1 (which tells nothing apart).
 STUDENT = (float("inf"), 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.0)
 
