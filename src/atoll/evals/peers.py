@@ -45,7 +45,7 @@ def transformers(folder: Path) -> Logits:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, output_loading_info=True, local_files_only=True
         )
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         raise UserError(f"{folder}: transformers refuses it ({' '.join(str(error).split())[:200]})") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):
