@@ -65,6 +65,8 @@ def _step(step: Path, run: Path) -> Source:
 
 def export_model(run: str, out: str, dtype: str | None, shard_bytes: float, say: Callable[[str], None]) -> dict[str, Any]:
     """Write the model of `run` to the folder `out`; returns `describe(out)`. Raises `UserError` and leaves `out` as it was."""
+    if not out:
+        raise UserError("folder = '': a name is expected")
     source, target = find(run), Path(out).expanduser()
     kind = None if dtype is None else getattr(torch, dtype)
     with interruptible(), progress("written") as watch:

@@ -166,8 +166,8 @@ class Model(nn.Module):
         return Output(scores, loss, count, cache, routed, torch.stack(extra).sum() if extra else None)
 
     def _check(self, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | None) -> None:
-        if input_ids.ndim != 2:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: [batch, tokens] is expected")
+        if input_ids.ndim != 2 or not len(input_ids):
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: [batch, tokens] is expected, with one row or more")
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}: {tuple(input_ids.shape)} is expected, as input_ids")
         if cu_seqlens is not None:
@@ -268,7 +268,7 @@ def check_segments(cu_seqlens: Tensor, shape: torch.Size) -> None:
     """`cu_seqlens` must be int [N+1], rise from 0 to the row's length, with one row. Equal neighbours (empty documents) are allowed."""
     if shape[0] != 1:
         raise ValueError(f"cu_seqlens with {shape[0]} rows: packed documents come as one row [1, tokens]")
-    if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}: integers [documents + 1] are expected")
     if cu_seqlens.device.type == "cpu":
         ends = cu_seqlens.tolist()
@@ -278,7 +278,7 @@ def check_segments(cu_seqlens: Tensor, shape: torch.Size) -> None:
 
 def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Targets [B,T]: at t the label of t+1, -100 where t is the last token of its row or document."""
-    targets = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORE)], 1)
+    targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE)], 1)
     if cu_seqlens is not None:
         ends = cu_seqlens[1:] - 1
         targets[:, ends[cu_seqlens[1:] > 0]] = IGNORE
@@ -297,6 +297,8 @@ def load(
     `router_weights`, "unbiased" or "biased", says which scores weigh the experts where the folder's config.json does not: released
     ones never do, and are read as "unbiased" (docs/interop.md). Raises `UserError` (one line) for a folder that cannot be read whole.
     """
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise UserError(f"dtype = {dtype!r}: one of torch.float32, bfloat16, float16, float64 is expected")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         overrides = {} if router_weights is None else {"model.router_weights": router_weights}

@@ -18,6 +18,7 @@ from atoll import cli, train
 from atoll.config import UserError, load_config
 from atoll.evals.parity import Reference, compare, judge_greedy
 from atoll.evals.peers import transformers as peer
+from atoll.exchange import describe
 from atoll.hub import export
 
 pytest.importorskip("transformers")
@@ -105,6 +106,25 @@ def test_the_nested_form_is_refused_as_we_say(tmp_path):
     with pytest.raises(UserError, match="transformers refuses it") as caught:
         peer(tmp_path / "a")
     assert "\n" not in str(caught.value)
+
+
+def test_quantised_experts_are_refused_as_we_say(tmp_path):
+    export.save(random_model(**FLAT, quantization="mxfp4", moe_intermediate_size=32), tmp_path / "a")
+    assert "does not read quantised experts" in "; ".join(describe(tmp_path / "a")["engines"]["transformers"])
+    with pytest.raises(UserError, match="transformers refuses it") as caught:
+        peer(tmp_path / "a")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_full_attention_only_whole_rows_as_we_say(tmp_path):
+    m, ids = random_model(**FLAT, full_attn_layers=()), tokens(2, 20)
+    export.save(m, tmp_path / "a")
+    assert "only use_cache=False works" in "; ".join(describe(tmp_path / "a")["engines"]["transformers"])
+    with torch.no_grad():
+        theirs = Reference(ids, engine(tmp_path / "a")(ids, use_cache=False).logits)
+    assert compare(m, theirs, atol=ATOL, tie=TIE)["resolved"]
+    with pytest.raises(ValueError, match="get_seq_length"):
+        engine(tmp_path / "a")(ids, use_cache=True)
 
 
 def test_a_trained_run_of_the_family(tmp_path, capsys):

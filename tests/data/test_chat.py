@@ -276,11 +276,8 @@ def test_what_is_nested_without_end_is_one_short_line():
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    for messages in (
-        deep,
-        [{"role": "user", "content": [deep]}],
-        [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": deep}]}],
-    ):
+    called = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": deep}]}]
+    for messages in (deep, [{"role": "user", "content": [deep]}], called):
         with pytest.raises(UserError) as caught:
             render(messages)
         assert len(str(caught.value)) < 200

@@ -215,6 +215,13 @@ def test_without_a_tokenizer_text_is_refused_and_an_export_warns(saved, tmp_path
         assert "tokenizer_fingerprint" not in (tmp_path / verb / "config.json").read_text()
 
 
+def test_an_empty_name_is_no_folder(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["export", str(saved / "single"), ""]) == 2
+    assert capsys.readouterr().err == "atoll: folder = '': a name is expected\n"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_link_to_the_tokenizer_is_not_followed(saved, tmp_path, capsys):
     folder = Path(shutil.copytree(saved / "single", tmp_path / "it"))
     for name in ("tokenizer.json", "tokenizer_config.json"):

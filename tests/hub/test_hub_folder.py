@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -295,6 +297,43 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
     assert "thesis.tex" in refusal(lambda: export.save(build(), tmp_path / "a"))
     assert files(tmp_path / "a") == {"thesis.tex": b"years of work"}
     assert "is a file" in refusal(lambda: export.save(build(), tmp_path / "a" / "thesis.tex"))
+
+
+def test_a_file_that_only_begins_like_weights_is_left_alone(tmp_path):
+    export.save(build(), tmp_path / "a")
+    (tmp_path / "a" / "model-of-mine.safetensors").write_bytes(b"years of work")
+    assert "model-of-mine.safetensors" in refusal(lambda: export.save(build(), tmp_path / "a"))
+    assert (tmp_path / "a" / "model-of-mine.safetensors").read_bytes() == b"years of work"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_a_folder_stays_one(tmp_path, there):
+    (tmp_path / "disk").mkdir()
+    if there:
+        export.save(build(torch.bfloat16), tmp_path / "disk" / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "a")
+    export.save(build(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert load(tmp_path / "disk" / "a").language_model.lm_head.weight.equal(build().language_model.lm_head.weight)
+    assert [sorted(p.name for p in folder.iterdir()) for folder in (tmp_path, tmp_path / "disk")] == [["disk", "link"], ["a"]]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), OSError(errno.EBUSY, "Device or resource busy")])
+@pytest.mark.parametrize("at", [0, 1])
+def test_stopped_at_a_rename_the_old_export_stands(tmp_path, monkeypatch, stop, at):
+    export.save(build(torch.bfloat16), tmp_path / "a")
+    before, rename, calls = files(tmp_path / "a"), os.replace, itertools.count()
+
+    def replace(source, target):
+        if next(calls) == at:
+            raise stop
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises((KeyboardInterrupt, UserError)):
+        export.save(build(), tmp_path / "a")
+    assert files(tmp_path / "a") == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 def test_full_disk_leaves_the_old_export_and_nothing_half_written(tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from atoll.config import BalanceConfig, ModelConfig
-from atoll.model import Model, next_tokens
+from atoll.config import BalanceConfig, ModelConfig, UserError
+from atoll.model import Model, load, next_tokens
 
 SMALL = ModelConfig(
     vocab_size=61,
@@ -269,6 +269,19 @@ def test_targets_stop_at_documents():
     assert next_tokens(labels, torch.tensor([0, 0, 3, 3, 8])).tolist() == [[11, 12, -100, 14, 15, 16, 17, -100]]
 
 
+def test_no_tokens_have_no_loss_and_no_logits():
+    model, ids = build(), tokens(2, 0)
+    out = model(ids, labels=ids)
+    assert (float(out.loss.detach()), int(out.num_targets)) == (0, 0)
+    assert model.eval()(ids).logits.shape == (2, 0, model.config.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "float32"])
+def test_a_type_that_nothing_computes_in_is_refused(dtype):
+    with pytest.raises(UserError, match=r"one of torch\.float32, bfloat16, float16, float64"):
+        load("tiny", dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("call", "word"),
     [
@@ -277,6 +290,9 @@ def test_targets_stop_at_documents():
         (lambda m: m(tokens(2, 5), cu_seqlens=torch.tensor([0, 5])), "one row"),
         (lambda m: m(tokens(1, 5), cu_seqlens=torch.tensor([0, 4])), "rise from 0 to 5"),
         (lambda m: m(tokens(1, 5), cu_seqlens=torch.tensor([0, 3, 2, 5])), "rise from 0 to 5"),
+        (lambda m: m(tokens(1, 0), cu_seqlens=torch.tensor([0])), r"documents \+ 1"),
+        (lambda m: m(tokens(1, 5), cu_seqlens=torch.tensor([], dtype=torch.long)), r"documents \+ 1"),
+        (lambda m: m(tokens(2, 5)[:0]), "one row or more"),
         (lambda m: m(tokens(1, 5), cache=m.new_cache(2)), "must agree"),
         (lambda m: m(tokens(1, 5), routing=[]), "routing for 0"),
     ],

@@ -254,6 +254,11 @@ def test_wrong_calls_are_refused_in_one_line(grids, shape, says):
     assert "\n" not in str(caught.value)
 
 
+def test_a_pictures_bytes_are_no_pixels():
+    with pytest.raises(ValueError, match="uint8: normalised floats"):
+        build()(torch.zeros(8, 3, 3, 3, dtype=torch.uint8), torch.tensor([[1, 2, 4]]))
+
+
 def test_names_and_shapes_are_the_releases():
     """The published tower, built on the meta device."""
     from atoll.model import Model

@@ -50,7 +50,7 @@ def transformers(folder: Path) -> Logits:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=ours, output_loading_info=True, local_files_only=True
         )
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:
         if "custom code" in str(error):
             raise UserError(f"{folder}: its code is not what this Atoll writes and is not run; write it anew by atoll export") from None
         raise UserError(f"{folder}: transformers refuses it ({' '.join(str(error).split())[:200]})") from None

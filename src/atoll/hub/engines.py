@@ -50,7 +50,7 @@ def engines(tree: dict[str, Any]) -> dict[str, list[str]]:
     common = _common(tree, text)
     return {
         "mlx-lm": common + (_mlx_kimi_linear(text) if flat else _mlx_kimi_k3(text)),
-        "transformers": common + (_transformers_kimi_linear(text) if flat else _transformers_kimi_k3(tree)),
+        "transformers": common + _transformers_cache(text) + (_transformers_kimi_linear(text) if flat else _transformers_kimi_k3(tree)),
         "vLLM": common,
     }
 
@@ -77,7 +77,15 @@ def _mlx_kimi_linear(text: dict[str, Any]) -> list[str]:
         reasons.append(f"its kimi_linear has rms_norm_eps = {text.get('rms_norm_eps')} in MLA's latent norm, this model {mine}")
     if text.get("q_lora_rank") is not None:
         reasons.append("q_lora_rank: its kimi_linear has a direct query alone")
+    if text.get("quantization_config"):
+        reasons.append("its kimi_linear does not read quantised experts")
     return reasons
+
+
+def _transformers_cache(text: dict[str, Any]) -> list[str]:
+    if text.get("linear_attn_config", {}).get("full_attn_layers"):
+        return []
+    return ["no layer of full attention: its cache then counts no tokens, so only use_cache=False works"]
 
 
 def _transformers_kimi_k3(tree: dict[str, Any]) -> list[str]:
@@ -95,4 +103,6 @@ def _transformers_kimi_linear(text: dict[str, Any]) -> list[str]:
         reasons.append(f"latent_norm_eps = {text['latent_norm_eps']}: its class has 1e-06 in MLA's latent norms")
     if not text.get("num_shared_experts"):
         reasons.append("num_shared_experts = 0: its class always has one")
+    if text.get("quantization_config"):
+        reasons.append("its class does not read quantised experts")
     return reasons

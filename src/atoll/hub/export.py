@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -204,27 +206,29 @@ def _is_export(folder: Path) -> bool:
 
 
 def _is_weights(name: str) -> bool:
-    return name.startswith("model") and name.endswith(".safetensors")
+    return re.fullmatch(r"model(-\d{5,}-of-\d{5,})?\.safetensors", name) is not None
 
 
 @contextlib.contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when the block ends well, and is removed otherwise."""
-    aside = None
+    """A new folder beside `folder` that takes its place when the block ends well, and is removed otherwise.
+
+    A link to a folder stays one: what it leads to is replaced.
+    """
+    given, folder = folder, folder.resolve()
+    aside = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"  # named before it is there: an interrupt in between leaves nothing
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        aside.chmod(0o755)
+        aside.mkdir(mode=0o755)
         yield aside
         for path in aside.iterdir():
             sync(path)
         sync(aside)
         _swap(aside, folder)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror or error}); free space or give another folder") from None
+        raise UserError(f"{given}: cannot be written ({error.strerror or error}); free space or give another folder") from None
     finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _swap(aside: Path, folder: Path) -> None:
@@ -232,7 +236,11 @@ def _swap(aside: Path, folder: Path) -> None:
         os.replace(aside, folder)
     else:
         old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-        os.replace(folder, old)
-        os.replace(aside, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            os.replace(folder, old)
+            os.replace(aside, folder)
+        finally:
+            if not folder.exists():  # interrupted between the two
+                os.replace(old, folder)
+            shutil.rmtree(old, ignore_errors=True)
     sync(folder.parent)

@@ -182,6 +182,8 @@ class VisionTower(nn.Module):
             if h < 1 or w < 1 or h % a or w % b:
                 raise ValueError(f"grid_thws[{i}] = {(t, h, w)}: rows must be a multiple of {a} and columns of {b}")
         patches, shape = sum(math.prod(grid) for grid in grids), (3, self.patch, self.patch)
+        if not pixel_values.is_floating_point():
+            raise ValueError(f"pixel_values is {pixel_values.dtype}: normalised floats are expected, not a picture's bytes")
         if tuple(pixel_values.shape) != (patches, *shape):
             found = tuple(pixel_values.shape)
             raise ValueError(f"pixel_values has shape {found}: {(patches, *shape)} is expected, the patches that grid_thws adds up to")
