@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from atoll.data.loader import Batch, Rows, make_batch
 from atoll.optim import ModelOptimizer
+from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train.guard import Guard
 
 
@@ -35,15 +36,19 @@ def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> li
     return [make_batch(sampler, first + i, min(size, count - i)) for i in range(0, count, size)]
 
 
-def accumulate(model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None) -> tuple[Tensor, int]:
+def accumulate(
+    model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None, ranks: Ranks = ALONE
+) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients.
-    `routing` forces the experts, one entry a micro-batch. Returns the loss (float64 scalar, on the device) and the targets.
+    `routing` forces the experts, one entry a micro-batch. Returns the loss (float64 scalar, on the device) and the targets, both of
+    all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own batches.
     """
     device = next(model.parameters()).device
     counts = [int((b.labels != -100).sum()) for b in batches]
-    total = max(1, sum(counts))
+    targets = ranks.totals([sum(counts)])[0]
+    total = max(1, targets)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in (batch.input_ids, batch.labels, batch.cu_seqlens))
@@ -52,31 +57,35 @@ def accumulate(model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any
         share = out.loss * (count / total)
         share.backward()
         loss += share.detach()
-    return loss, sum(counts)
+    ranks.sum_(loss)
+    return loss, targets
 
 
-def train_step(model: Any, optimizer: ModelOptimizer, guard: Guard, batches: Sequence[Batch], lr: float) -> StepResult:
-    """One step on `batches` at `lr` times the peak learning rates.
+def train_step(
+    model: Any, optimizer: ModelOptimizer, guard: Guard, batches: Sequence[Batch], lr: float, ranks: Ranks = ALONE
+) -> StepResult:
+    """One step on `batches`, this process's part of it, at `lr` times the peak learning rates.
 
     A step that the guard refuses leaves weights, optimizer state and router biases as they were, bit for bit.
     """
     model.train()
     optimizer.zero_grad()
-    loss, targets = accumulate(model, batches)
+    loss, targets = accumulate(model, batches, ranks=ranks)
+    ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
     optimizer.step(lr, skip)
-    balance = _balance(model, skip)
+    balance = _balance(model, skip, ranks)
     numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
-    return StepResult(numbers, targets, sum(b.num_bytes for b in batches), balance)
+    return StepResult(numbers, targets, ranks.totals([sum(b.num_bytes for b in batches)])[0], balance)
 
 
 @torch.no_grad()
-def _balance(model: Any, skip: Tensor) -> dict[str, Any]:
+def _balance(model: Any, skip: Tensor, ranks: Ranks) -> dict[str, Any]:
     """Let the routers take their next bias, and put the old one back when the step is skipped."""
     biases = [layer.gate.e_score_correction_bias for layer in model.moe_layers()]
     before = [b.clone() for b in biases]
-    report = model.balance_step()
+    report = model.balance_step(ranks.sum_)
     for bias, old in zip(biases, before, strict=True):
         bias.copy_(torch.where(skip > 0, old, bias))
     return report
