@@ -103,6 +103,11 @@ class ModelOptimizer:
         for part, _ in self.parts.values():
             part.zero_grad()
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, as a checkpoint stores them."""
+        return self.model.num_parameters()  # pyright: ignore[reportCallIssue]
+
     def weights(self) -> dict[str, Tensor]:
         """The model's tensors by name, as a checkpoint stores them."""
         return {name: t.detach() for name, t in self.model.state_dict().items()}

@@ -43,8 +43,9 @@ class Mesh:
 
 def make_mesh(p: ParallelConfig, device: str) -> Mesh:
     """The mesh of the processes now running; `device` is its type, "cpu" or "cuda". The layout has passed `check`."""
-    at = torch.arange(size(p)).view(p.data_replicate, p.data_shard, p.expert).transpose(1, 2)
-    whole = DeviceMesh(device, at, mesh_dim_names=("data_replicate", "expert", "data_shard"))
+    at = torch.arange(size(p)).view(p.data_replicate, p.data_shard, p.expert)
+    whole = DeviceMesh(device, at.transpose(1, 2), mesh_dim_names=("data_replicate", "expert", "data_shard"))
+    # Ranks ascend along every axis: torch numbers the processes of a group so, and a mesh in another order would contradict it.
     return Mesh(whole, DeviceMesh(device, at.flatten(1), mesh_dim_names=("data_replicate", "data")))
 
 

@@ -73,6 +73,10 @@ class ShardedOptimizer(ModelOptimizer):
         super().zero_grad()
         self.sharded.model.zero_grad()
 
+    @property
+    def num_parameters(self) -> int:
+        return self.sharded.num_parameters
+
     def weights(self) -> dict[str, Tensor]:
         return self.sharded.tensors()
 

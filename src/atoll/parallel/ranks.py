@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -71,9 +71,12 @@ class Ranks:
         self.max_(pooled)
         return float(pooled)
 
-    def wait(self) -> None:
-        """Until all processes are here."""
-        self.any(False)
+    def gather(self, found: T) -> list[T]:
+        """What each process has found, by rank; on all of them."""
+        every: list[Any] = [found] * self.size
+        if self.size > 1:
+            dist.all_gather_object(every, found)
+        return every
 
     def on_main(self, work: Callable[[], T]) -> T:
         """What `work` gives on rank 0, which alone does it. Its `UserError` is raised there; the others then leave without a word."""
@@ -88,6 +91,17 @@ class Ranks:
         if not found[1]:
             raise SystemExit(2)
         return found[0]
+
+    @contextmanager
+    def on_main_throughout(self, enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """A block in a context that rank 0 alone enters, before the others go on. Raises as `on_main` does."""
+        with ExitStack() as stack:
+            if self.size == 1 or self.main:
+                found = enter()
+                self.on_main(lambda: bool(stack.enter_context(found)))
+            else:
+                self.on_main(lambda: None)
+            yield
 
     @contextmanager
     def main_first(self) -> Iterator[None]:

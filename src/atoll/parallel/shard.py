@@ -106,6 +106,7 @@ def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is divided by all processes' targets already
             module.set_force_sum_reduction_for_comms(True)
+    model.register_forward_hook(_let_go)
     return _sharded(model, mesh, shapes, dtypes, count)
 
 
@@ -120,6 +121,12 @@ def _sharded(model: Any, mesh: Mesh, shapes: dict[str, torch.Size], dtypes: dict
         else:
             held[name] = p
     return Sharded(model, mesh, held, cuts, count)
+
+
+def _let_go(model: Any, args: Any, output: Any) -> None:
+    """After an evaluation the root's weights are given up: FSDP keeps them for a backward pass, and the next one would go wrong."""
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 def _owned(model: Any) -> Iterable[tuple[str, nn.Parameter]]:

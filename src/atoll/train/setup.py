@@ -59,6 +59,7 @@ def settled(config: TrainConfig) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = False
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*determinis.*")
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here changes one in place
             yield
     finally:
         torch.set_num_threads(threads)
