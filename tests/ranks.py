@@ -20,7 +20,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.export", "atoll.model"]
+PRELOAD = [
+    *("torch._dynamo", "torch.export", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint"),
+    *("torch.distributed.checkpoint.hf_storage", "torch.utils.tensorboard.writer", "atoll.model", "atoll.train.trainer"),
+]
 
 
 def on_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
@@ -70,7 +73,8 @@ def _collect(started: dict[Connection, Any], deadline: float) -> list[Any]:
 
 
 def _child(connection: Connection, rank: int, count: int, folder: str, job: bytes, timeout: float) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     sys.path[:0] = [str(Path(__file__).parent)]
     import torch
     import torch.distributed as dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,10 @@ def run_on(config: Config | None, out: str, resume: bool = False) -> str:
     """A whole run on the processes running now; the line of a user's mistake, or how it left."""
     from atoll import train
     from atoll.config import UserError
+    from atoll.train.callbacks import samples
 
     torch.set_num_threads(1)
+    samples.TOKENS = 3
     with open(os.devnull, "w") as nowhere:
         import contextlib
 
@@ -68,6 +71,42 @@ def run_on(config: Config | None, out: str, resume: bool = False) -> str:
             except SystemExit as left:
                 return f"exit {left.code}"
     return ""
+
+
+def restored_on(config: Config, out: str) -> dict[str, torch.Tensor] | None:
+    """What the processes running now have in memory once they have gone back to the newest checkpoint of a run, whole; from rank 0."""
+    import torch.distributed as dist
+    from training import whole
+
+    from atoll.data import open_corpus
+    from atoll.parallel import Ranks
+    from atoll.train.screen import Screen
+    from atoll.train.trainer import Trainer
+
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    trainer = Trainer(config, open_corpus(config.data, config.model), Path(out), Screen(silent=True), ranks)
+    trainer.restore()
+    found = {name: whole(t) for name, t in trainer.tensors().items()}
+    return found if ranks.main else None
+
+
+def stopped_on(config: Config, out: str, rank: int, step: int) -> str:
+    """`run_on` in which one process is asked to stop, by SIGTERM, in a step."""
+    import torch.distributed as dist
+
+    from atoll.train import trainer
+
+    original, calls = trainer.train_step, 0
+
+    def watched(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == step and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    trainer.train_step = watched
+    return run_on(config, out)
 
 
 def lines(out: Path) -> list[dict[str, Any]]:

@@ -34,11 +34,11 @@ def assert_equal(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float 
 
 def test_what_is_compared_says_something() -> None:
     found = alone()
-    assert len(found["gradients"]) > 80
+    assert len(found["gradients"]) > 70
     assert all(float(g.abs().max()) > 1e-9 for g in found["gradients"].values())
     assert found["norm"][0] > 0.1
     biases = [t for n, t in found["weights"].items() if n.endswith("e_score_correction_bias")]
-    assert len(biases) == 3
+    assert len(biases) == 2
     assert all(float(b.abs().max()) > 1e-6 for b in biases)
 
 
@@ -47,3 +47,32 @@ def test_processes_equal_one(axes: dict[str, int]) -> None:
     config = layout(config_for(), **axes)
     found = on_ranks(math.prod(axes.values()), train_on, config)[0]
     assert_equal(found, alone())
+
+
+def test_recomputed_layers_and_micro_batches_equal_too() -> None:
+    config = layout(config_for(train__gradient_checkpointing=True, train__micro_batch=1), data_shard=2, expert=2)
+    assert_equal(on_ranks(4, train_on, config)[0], alone())
+
+
+def test_experts_that_get_nothing() -> None:
+    config = config_for(balance__kind="none")
+    found, one = on_ranks(2, train_on, layout(config, expert=2), True)[0], train(config, crowd=True)
+    idle = [g[4:] for n, g in one["gradients"].items() if ".experts." in n]
+    assert len(idle) == 6
+    assert not any(g.any() for g in idle)
+    assert_equal(found, one)
+
+
+def test_a_bfloat16_model_has_the_same_types_and_nearly_the_same_curve() -> None:
+    config = config_for(train__dtype="bfloat16")
+    found, one = on_ranks(4, train_on, layout(config, data_shard=2, expert=2))[0], train(config)
+    for key in ("gradients", "weights", "state"):
+        assert {n: t.dtype for n, t in found[key].items()} == {n: t.dtype for n, t in one[key].items()}
+    assert found["loss"] == pytest.approx(one["loss"], rel=2e-3)
+    assert found["norm"] == pytest.approx(one["norm"], rel=0.05)
+    masters = [n.removeprefix("master.") for n in one["state"] if n.startswith("master.")]
+    assert len(masters) > 40
+    for name in masters:
+        master = found["state"][f"master.{name}"]
+        assert torch.equal(master.to(torch.bfloat16), found["weights"][name])
+        assert float((master - one["state"][f"master.{name}"]).abs().mean()) < 2e-3, name  # AdamW steps by signs of small gradients

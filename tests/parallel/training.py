@@ -23,7 +23,7 @@ LENGTH, BATCH, STEPS = 16, 8, 3
 MICRO: dict[str, Any] = {
     "model.vocab_size": 60,
     "model.hidden_size": 16,
-    "model.num_hidden_layers": 4,
+    "model.num_hidden_layers": 3,
     "model.num_attention_heads": 2,
     "model.kda_num_heads": 2,
     "model.kda_head_dim": 8,
@@ -64,10 +64,15 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train(config: Config, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """Three steps: losses and norms of each, every gradient of the first, then all weights, biases and optimizer state."""
+def train(config: Config, ranks: Ranks = ALONE, crowd: bool = False) -> dict[str, Any]:
+    """Three steps: losses and norms of each, every gradient of the first, then all weights, biases and optimizer state.
+
+    `crowd`: the first half of the experts is chosen by every token.
+    """
     model, optimizer = setup.build(config, ranks=ranks)
-    _colder(optimizer)
+    _off_zero(optimizer)
+    for layer in model.moe_layers() if crowd else ():
+        layer.gate.e_score_correction_bias[: layer.num_experts // 2] += 10
     guard, sampler = Guard(None), Sampler(text(config.model), LENGTH, 0)
     share, seen = BATCH // ranks.size, {}
     found: dict[str, Any] = {"loss": [], "norm": [], "targets": [], "vio": []}
@@ -95,7 +100,7 @@ def train(config: Config, ranks: Ranks = ALONE) -> dict[str, Any]:
     return found
 
 
-def _colder(optimizer: Any) -> None:
+def _off_zero(optimizer: Any) -> None:
     """Depth queries and A_log start at zero, where some gradients vanish by symmetry: move them off it, the same everywhere."""
     held = optimizer.sharded.held if hasattr(optimizer, "sharded") else dict(optimizer.model.named_parameters())
     generator = torch.Generator().manual_seed(5)
@@ -105,12 +110,12 @@ def _colder(optimizer: Any) -> None:
                 p += torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3
 
 
-def train_on(config: Config) -> dict[str, Any] | None:
+def train_on(config: Config, crowd: bool = False) -> dict[str, Any] | None:
     """`train` on the processes running now; what it found, from rank 0."""
     import torch.distributed as dist
 
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
-    found = train(config, ranks)
+    found = train(config, ranks, crowd)
     return found if ranks.main else None
 
 

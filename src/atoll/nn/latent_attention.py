@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
             out = self._absorbed(q, rows)
         else:
             k, v = self._expand(rows)
-            if self.track_max_logit:
+            if self.track_max_logit and self.training:
                 self._note_norms(q, k)
             out = causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
         out = out.flatten(2)
