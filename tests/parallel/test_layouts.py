@@ -46,11 +46,11 @@ def test_experts_and_micro_batches_must_divide() -> None:
         check(layout(config_for(model__num_experts=6), expert=4), 4)
     with pytest.raises(ConfigError, match=r"a process's 4 sequences of stages.0 are no multiple of train.micro_batch = 3"):
         check(layout(config_for(train__micro_batch=3, stages__0__batch=12, stages__1__batch=12), data_shard=3), 3)
-    with pytest.raises(ConfigError, match="balance.bins = None: exact quantiles cannot be pooled"):
+    with pytest.raises(ConfigError, match=r"balance.bins = None: exact quantiles cannot be pooled"):
         check(layout(config_for(balance__bins="none"), data_shard=2), 2)
     quantized = config_for(model__quantization="mxfp4", model__moe_intermediate_size=32, model__routed_expert_hidden_size=32)
     check(quantized, 1)
-    with pytest.raises(ConfigError, match="model.quantization = 'mxfp4': not built yet over several processes"):
+    with pytest.raises(ConfigError, match=r"model.quantization = 'mxfp4': not built yet over several processes"):
         check(layout(quantized, data_shard=2), 2)
 
 

@@ -10,7 +10,7 @@ touched: every process routes its own tokens over all experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class Dispatcher(Protocol):
     """Moves tokens to the experts they chose and their sums back. Both are collectives: every process calls them alike."""
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Arrived:
-        """x [T,L], ids int64 [T,k] over all experts, weights [T,k] → what this process's experts must do. Differentiable in x and weights."""
+        """x [T,L], ids int64 [T,k] over all experts, weights [T,k] → what this process's experts must do. Gradients to x and weights."""
         ...
 
     def combine(self, out: Tensor, arrived: Arrived) -> Tensor:
@@ -45,14 +45,13 @@ class Dispatcher(Protocol):
 
 
 class AllToAll:
-    """A `Dispatcher` on `all_to_all_single`; any number of tokens may go anywhere, also none. Waits for the device once, for the numbers."""
+    """A `Dispatcher` on `all_to_all_single`; any number of tokens may go anywhere, also none. Waits for the device to know the numbers."""
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         """`experts`: of each process of `group`; process r owns those from r·experts on."""
         self.group, self.experts, self.size = group, experts, group.size()
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> Arrived:
-        tokens, k = ids.shape
         order, pair_token, sizes, sent = self._plan(ids)
         chosen = ids.reshape(-1).index_select(0, order) % self.experts
         counts = torch.stack([torch.stack([s.sum(), s.new_tensor(len(s))]) for s in sizes.split(sent)])
@@ -69,7 +68,7 @@ class AllToAll:
         here = _send(chosen, choices_out, choices_in, self.group)
         each = _send(sizes, rows_out, rows_in, self.group)
         pair = torch.repeat_interleave(torch.arange(len(each), device=x.device), each, output_size=sum(choices_in))
-        return Arrived(rows.index_select(0, pair), here, share, (pair, pair_token, rows_out, rows_in, tokens))
+        return Arrived(rows.index_select(0, pair), here, share, (pair, pair_token, rows_out, rows_in, ids.shape[0]))
 
     def _plan(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """Choices in order of (owner, token): their places in the flattened ids; the token and number of choices of each (owner, token)
@@ -104,7 +103,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, by_row: Any, by_choice: Any, group: Any) -> tuple[Tensor, Tensor]:
         ctx.by_row, ctx.by_choice, ctx.group = by_row, by_choice, group
-        return _send(rows, *by_row, group), _send(weights, *by_choice, group)
+        return _send(rows, by_row[0], by_row[1], group), _send(weights, by_choice[0], by_choice[1], group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -116,7 +115,7 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, by_row: Any, group: Any) -> Tensor:
         ctx.by_row, ctx.group = by_row, group
-        return _send(rows, *by_row, group)
+        return _send(rows, by_row[0], by_row[1], group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -160,4 +159,4 @@ def share_out(moe: LatentMoE, mesh: DeviceMesh) -> None:
     for name, w in list(moe.experts.named_parameters()):
         setattr(moe.experts, name, nn.Parameter(w.detach().chunk(owners)[here].clone(), w.requires_grad))
     moe.experts.__class__, moe.__class__ = OwnedExperts, OwnedMoE
-    moe.experts.dispatcher = AllToAll(mesh.get_group(), moe.num_experts // owners)  # pyright: ignore[reportAttributeAccessIssue]
+    cast(OwnedExperts, moe.experts).dispatcher = AllToAll(mesh.get_group(), moe.num_experts // owners)

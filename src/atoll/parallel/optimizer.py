@@ -25,7 +25,7 @@ class ShardedOptimizer(ModelOptimizer):
         self.sharded, self.ranks = sharded, ranks
         self._group = sharded.mesh.dense.get_group("data")
         self._names = {m: n for n, m in sharded.model.named_modules()}
-        heights = {sharded.held[n]: cut.shape[0] for n, cut in sharded.cuts.items() if len(cut.shape) == 2}
+        heights: dict[Tensor, int] = {sharded.held[n]: cut.shape[0] for n, cut in sharded.cuts.items() if len(cut.shape) == 2}
         muon = functools.partial(ShardedMuon, group=self._group, heights=heights)
         super().__init__(sharded.model, config, shapes, ns_dtype, sharded.held, muon)
 
@@ -90,4 +90,3 @@ class ShardedOptimizer(ModelOptimizer):
     def _owner(key: str) -> str:
         """The parameter's name in the name of its state: `muon.momentum.NAME`, `master.NAME`."""
         return key.split(".", 1 if key.startswith("master.") else 2)[-1]
-

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from atoll.config import UserError
 
@@ -142,14 +144,19 @@ def started(device: str) -> Iterator[Ranks]:
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if cuda:
         _take_card(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    yield Ranks(dist.get_rank(), dist.get_world_size(), restarted)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    # The store outlives a restart: without a name of their own the new processes would find the addresses of the dead.
+    own = PrefixStore(f"atoll-{restarts}", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+    yield Ranks(rank, size, restarts > 0)
     dist.destroy_process_group()  # not after an error: it would wait for processes that are gone
 
 
 def _take_card(local: int) -> None:
     cards = torch.cuda.device_count()
     if local >= cards:
-        raise UserError(f"torchrun: process {local} of this machine finds {cards} CUDA devices; start at most {cards} with --nproc-per-node")
+        raise UserError(
+            f"torchrun: process {local} of this machine finds {cards} CUDA devices; start at most {cards} with --nproc-per-node"
+        )
     torch.cuda.set_device(local)

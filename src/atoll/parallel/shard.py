@@ -96,7 +96,8 @@ def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
     for p in model.parameters():
         if p not in whole and p.dtype in LOW_PRECISION:
             p.data = p.data.float()
-    policy = MixedPrecisionPolicy(param_dtype=compute if compute in LOW_PRECISION else None, cast_forward_inputs=False)
+    types = {"param_dtype": compute, "reduce_dtype": torch.float32} if compute in LOW_PRECISION else {}
+    policy = MixedPrecisionPolicy(**types, cast_forward_inputs=False)
     for layer in layers:
         if mesh.expert_size > 1 and layer.block_sparse_moe is not None:
             fully_shard(layer.block_sparse_moe.experts, mesh=mesh.experts, mp_policy=policy, ignored_params=whole)
