@@ -198,7 +198,7 @@ class ParallelConfig:
     data_replicate: int = 1  # copies of the sharded model, each on samples of its own
     data_shard: int = 1  # processes that share weights, gradients and optimizer state, each on samples of its own
     expert: int = 1  # processes that share the routed experts out among them, each on samples of its own
-    context: int = 1  # processes that cut a sequence among them (not built yet)
+    context: int = 1  # processes that cut sequences among them, on the same samples
     pipeline: int = 1  # processes that cut the layers among them (not built yet)
     tensor: int = 1  # processes that cut heads and vocabulary among them (not built yet)
 

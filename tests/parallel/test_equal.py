@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -47,6 +48,30 @@ def test_processes_equal_one(axes: dict[str, int]) -> None:
     config = layout(config_for(), **axes)
     found = on_ranks(math.prod(axes.values()), train_on, config)[0]
     assert_equal(found, alone())
+
+
+CUT = [({"context": 4}, False), ({"data_shard": 2, "context": 2}, False), ({"context": 2, "expert": 2}, True)]
+
+
+@pytest.mark.parametrize(("axes", "recompute"), CUT, ids=lambda v: "-".join(f"{k}{n}" for k, n in v.items()) if isinstance(v, dict) else "")
+def test_cut_sequences_equal_whole_ones(axes: dict[str, int], recompute: bool) -> None:
+    """One row of 16 tokens at a time: its documents lie across up to four shares, and shares hold whole ones too."""
+    config = layout(config_for(train__micro_batch=1, train__gradient_checkpointing=recompute), **axes)
+    assert_equal(on_ranks(4, train_on, config)[0], alone())
+
+
+def test_the_rows_hold_what_cutting_them_must_stand() -> None:
+    from training import BATCH, LENGTH, STEPS, text
+
+    from atoll.data.loader import Sampler
+
+    sampler = Sampler(text(config_for().model), LENGTH, 0)
+    starts = [sampler[i][1].tolist() for i in range(BATCH * STEPS)]
+    assert [0] in starts  # a document across all four shares
+    documents = [pair for s in starts for pair in itertools.pairwise([*s, LENGTH])]
+    assert any(b - a > 4 and a % 4 and b % 4 and b // 4 - a // 4 == 2 for a, b in documents)  # across three, from and to their middle
+    assert any(a // 4 == (b - 1) // 4 for a, b in documents)  # a whole one within a share
+    assert any(a and a % 4 == 0 for a, _ in documents)  # one that starts where a share does
 
 
 def test_recomputed_layers_and_micro_batches_equal_too() -> None:

@@ -6,8 +6,8 @@ import pytest
 from ranks import on_ranks
 from training import config_for, layout
 
-from atoll.config import ConfigError
-from atoll.parallel import check
+from atoll.config import ConfigError, ParallelConfig
+from atoll.parallel import check, place
 
 
 @pytest.mark.parametrize(
@@ -19,13 +19,32 @@ def test_what_can_be(axes: dict[str, int], processes: int) -> None:
 
 
 WRONG = [
-    ({}, 2, "parallel.data_shard = 1: ", "is for 1 processes and 2 run", "data_replicate = 1, data_shard = 2, expert = 1"),
+    ({}, 2, "parallel.data_shard = 1: ", "is for 1 processes and 2 run", "data_shard = 2, expert = 1, context = 1"),
     ({"data_shard": 4}, 1, "parallel.data_shard = 4: ", "is for 4 processes and 1 run", "start them by torchrun --nproc-per-node 4"),
-    ({"data_shard": 3}, 3, "parallel.data_shard = 3: ", "3 processes do not divide stages.0.batch = 8", "data_shard = 4, expert = 1 on 4"),
-    ({"expert": 8}, 4, "parallel.expert = 8: ", "is for 8 processes and 4 run", "data_replicate = 1, data_shard = 1, expert = 4"),
-    ({"data_shard": 0}, 1, "parallel.data_shard = 0: ", "1 or more is expected", "data_replicate = 1, data_shard = 1, expert = 1"),
-    ({"context": 2}, 2, "parallel.context = 2: ", "this axis is not built yet; leave it at 1", "data_shard = 2"),
-    ({"pipeline": 2}, 2, "parallel.pipeline = 2: ", "this axis is not built yet", "data_shard = 2"),
+    (
+        {"data_shard": 3},
+        3,
+        "parallel.data_shard = 3: ",
+        "3 processes do not divide stages.0.batch = 8",
+        "data_shard = 4, expert = 1, context = 1 on 4",
+    ),
+    (
+        {"expert": 8},
+        4,
+        "parallel.expert = 8: ",
+        "is for 8 processes and 4 run",
+        "data_shard = 1, expert = 4, context = 1",
+    ),
+    (
+        {"data_shard": 0},
+        1,
+        "parallel.data_shard = 0: ",
+        "1 or more is expected",
+        "data_shard = 1, expert = 1, context = 1",
+    ),
+    ({"context": 3}, 3, "parallel.context = 3: ", "does not cut stages.0.length = 16 into even shares", "context = 4 on 4 processes"),
+    ({"context": 8}, 8, "parallel.context = 8: ", "longer than a convolution", "expert = 1, context = 4"),
+    ({"pipeline": 2}, 2, "parallel.pipeline = 2: ", "this axis is not built yet; leave it at 1", "data_shard = 2"),
     ({"tensor": 2}, 2, "parallel.tensor = 2: ", "this axis is not built yet", "data_shard = 2"),
 ]
 
@@ -42,7 +61,7 @@ def test_what_cannot_is_said_in_one_line_with_the_nearest(axes: dict[str, int], 
 
 
 def test_experts_and_micro_batches_must_divide() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.expert = 4: does not divide model.num_experts = 6; .* expert = 2$"):
+    with pytest.raises(ConfigError, match=r"parallel.expert = 4: does not divide model.num_experts = 6; .* expert = 2, context = 1$"):
         check(layout(config_for(model__num_experts=6), expert=4), 4)
     with pytest.raises(ConfigError, match=r"a process's 4 sequences of stages.0 are no multiple of train.micro_batch = 3"):
         check(layout(config_for(train__micro_batch=3, stages__0__batch=12, stages__1__batch=12), data_shard=3), 3)
@@ -54,8 +73,12 @@ def test_experts_and_micro_batches_must_divide() -> None:
         check(layout(quantized, data_shard=2), 2)
 
 
+def test_processes_that_cut_a_row_read_the_same_samples() -> None:
+    p = ParallelConfig(data_shard=2, context=2, expert=2)
+    assert [place(p, rank) for rank in range(8)] == [(0, 4), (1, 4), (0, 4), (1, 4), (2, 4), (3, 4), (2, 4), (3, 4)]
+
+
 def three_places() -> tuple[int, int, int]:
-    from atoll.config import ParallelConfig
     from atoll.parallel import make_mesh
 
     mesh = make_mesh(ParallelConfig(1, 2, 2), "cpu")

@@ -83,7 +83,7 @@ def test_a_run_goes_on_in_other_layouts_with_the_same_samples(alone: tuple[Path,
     tmp, one = alone
     out = cut_back(one, tmp / "moved", 2)
     config = config_in(tmp, train__keep=9)
-    assert on_ranks(4, run_on, layout(config, data_replicate=2, data_shard=2), str(out), True) == [""] * 4
+    assert on_ranks(4, run_on, layout(config, data_replicate=2, context=2), str(out), True) == [""] * 4
     assert_same_curve(out, one)
     back = cut_back(out, tmp / "back", 4)
     assert on_ranks(2, run_on, layout(config, expert=2), str(back), True) == [""] * 2
@@ -106,8 +106,10 @@ def test_a_signal_to_any_process_stops_all_after_the_step(alone: tuple[Path, Pat
 def test_a_mistake_is_said_by_one_process_before_anything_is_built(alone: tuple[Path, Path]) -> None:
     tmp, one = alone
     first, second = on_ranks(2, run_on, layout(config_in(tmp), data_shard=4), str(tmp / "wrong"))
-    assert first.startswith("parallel.data_shard = 4: data_replicate 1 x data_shard 4 x expert 1 is for 4 processes and 2 run; ")
-    assert first.endswith("the nearest possible layout is data_replicate = 1, data_shard = 2, expert = 1")
+    assert first.startswith(
+        "parallel.data_shard = 4: data_replicate 1 x data_shard 4 x expert 1 x context 1 is for 4 processes and 2 run; "
+    )
+    assert first.endswith("the nearest possible layout is data_replicate = 1, data_shard = 2, expert = 1, context = 1")
     assert second == "exit 2"
     assert not (tmp / "wrong").exists()
     taken = on_ranks(2, run_on, layout(config_in(tmp), data_shard=2), str(one))

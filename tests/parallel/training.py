@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from atoll.config import Config, ModelConfig, load_config
 from atoll.data.documents import TokenSet
 from atoll.data.loader import Sampler
+from atoll.parallel import place
 from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train import setup
 from atoll.train.guard import Guard
@@ -54,8 +55,8 @@ def config_for(**changes: Any) -> Config:
 
 def text(model: ModelConfig) -> TokenSet:
     """Documents of pseudo-random tokens, the same everywhere."""
-    numbers = np.random.RandomState(3).randint(3, model.vocab_size, size=1200)
-    cuts = np.asarray([0, 50, 61, 100, 300, 307, 520, 900, 1200])
+    numbers = np.random.RandomState(3).randint(3, model.vocab_size, size=520)
+    cuts = np.asarray([0, 7, 9, 20, 33, 40, 52, 57, 70, 100, 104, 111, 122, 131, 160, 173, 180, 300, 307, 520])
     table = np.ones(model.vocab_size, dtype=np.int64)
     return TokenSet(numbers.astype(np.uint16), cuts, np.diff(cuts), [str(i) for i in range(len(cuts) - 1)], table, 0, 1, 2)
 
@@ -74,7 +75,8 @@ def train(config: Config, ranks: Ranks = ALONE, crowd: bool = False) -> dict[str
     for layer in model.moe_layers() if crowd else ():
         layer.gate.e_score_correction_bias[: layer.num_experts // 2] += 10
     guard, sampler = Guard(None), Sampler(text(config.model), LENGTH, 0)
-    share, seen = BATCH // ranks.size, {}
+    (at, shares), seen = place(config.parallel, ranks.rank), {}
+    share = BATCH // shares
     found: dict[str, Any] = {"loss": [], "norm": [], "targets": [], "vio": []}
     before = optimizer.clip
 
@@ -88,7 +90,7 @@ def train(config: Config, ranks: Ranks = ALONE, crowd: bool = False) -> dict[str
 
     optimizer.clip = clip
     for step in range(STEPS):
-        batches = micro_batches(sampler, step * BATCH + ranks.rank * share, share, config.train.micro_batch)
+        batches = micro_batches(sampler, step * BATCH + at * share, share, config.train.micro_batch)
         result = train_step(model, optimizer, guard, batches, 0.5, ranks)
         loss, norm, skipped, _ = result.read()
         assert not skipped

@@ -103,6 +103,8 @@ class ModelOptimizer:
         for part, _ in self.parts.values():
             part.zero_grad()
 
+    context: Any = None  # where sequences are cut over processes, `parallel.context.Context`
+
     @property
     def num_parameters(self) -> int:
         """Of the whole model, as a checkpoint stores them."""

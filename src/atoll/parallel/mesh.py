@@ -1,7 +1,8 @@
 """The mesh: which process stands where on which axis, and which layouts there can be.
 
-Ranks are numbered with the expert axis innermost, then data_shard, then data_replicate: experts exchange tokens within a machine as
-long as they fit into one. Every axis but those not built yet has samples of its own, so a step's samples divide by all of them.
+Ranks are numbered with the expert axis innermost, then context, data_shard and data_replicate: experts exchange tokens within a machine
+as long as they fit into one. Every axis but context has samples of its own, so a step's samples divide by all of them. Weights are cut
+along context as along data_shard.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.config import Config, ConfigError, ParallelConfig
 
-BUILT = ("data_replicate", "data_shard", "expert")
+BUILT = ("data_replicate", "data_shard", "expert", "context")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One mesh in two views.
+    """One mesh in three views.
 
-    whole: (data_replicate, expert, data_shard), in the order in which a stack of experts is cut: to its owners, then among their shards.
-    dense: (data_replicate, data), the last two axes as one: every other matrix is cut along it.
+    whole: (data_replicate, expert, data_shard), in the order in which a stack of experts is cut: to its owners, then among their shards;
+    its data_shard holds the context axis. dense: (data_replicate, data), the last two axes as one: every other matrix is cut along it.
+    context: that axis alone, None where it is 1.
     """
 
     whole: DeviceMesh
     dense: DeviceMesh
+    context: DeviceMesh | None
 
     @property
     def experts(self) -> DeviceMesh:
@@ -43,15 +46,25 @@ class Mesh:
 
 def make_mesh(p: ParallelConfig, device: str) -> Mesh:
     """The mesh of the processes now running; `device` is its type, "cpu" or "cuda". The layout has passed `check`."""
-    at = torch.arange(size(p)).view(p.data_replicate, p.data_shard, p.expert)
+    at = torch.arange(size(p)).view(p.data_replicate, p.data_shard * p.context, p.expert)
     whole = DeviceMesh(device, at.transpose(1, 2), mesh_dim_names=("data_replicate", "expert", "data_shard"))
     # Ranks ascend along every axis: torch numbers the processes of a group so, and a mesh in another order would contradict it.
-    return Mesh(whole, DeviceMesh(device, at.flatten(1), mesh_dim_names=("data_replicate", "data")))
+    dense = DeviceMesh(device, at.flatten(1), mesh_dim_names=("data_replicate", "data"))
+    if p.context == 1:
+        return Mesh(whole, dense, None)
+    rows = at.view(-1, p.context, p.expert).transpose(1, 2).flatten(0, 1)
+    return Mesh(whole, dense, DeviceMesh(device, rows, mesh_dim_names=("rows", "context"))["context"])
 
 
 def size(p: ParallelConfig) -> int:
     """Processes of a layout."""
     return math.prod(dataclasses.astuple(p))
+
+
+def place(p: ParallelConfig, rank: int) -> tuple[int, int]:
+    """Which share of a step's samples a process takes, and how many shares there are. Those of one context group take the same."""
+    outer, inner = divmod(rank, p.context * p.expert)
+    return outer * p.expert + inner % p.expert, size(p) // p.context
 
 
 # ---------------------------------------------------------------- what can be
@@ -81,13 +94,17 @@ def _problem(config: Config, p: ParallelConfig, processes: int) -> tuple[str, in
             return name, value, "this axis is not built yet; leave it at 1"
     if size(p) != processes:
         axes = " x ".join(f"{name} {value}" for name, value in dataclasses.asdict(p).items() if name in BUILT)
-        field, value = ("data_shard", p.data_shard) if p.expert == 1 or processes % p.expert == 0 else ("expert", p.expert)
+        field = next((name for name in ("expert", "context") if processes % getattr(p, name)), "data_shard")
+        value = getattr(p, field)
         return field, value, f"{axes} is for {size(p)} processes and {processes} run"
+    shares = processes // p.context
     for i, stage in enumerate(config.stages):
-        if stage.batch % processes:
-            return "data_shard", p.data_shard, f"{processes} processes do not divide stages.{i}.batch = {stage.batch}"
+        if stage.batch % shares:
+            return "data_shard", p.data_shard, f"{shares} processes do not divide stages.{i}.batch = {stage.batch}"
+        if stage.length % p.context or stage.length // p.context < config.model.short_conv_kernel_size - 1:
+            return "context", p.context, f"does not cut stages.{i}.length = {stage.length} into even shares longer than a convolution"
         micro = config.train.micro_batch
-        if micro is not None and (share := stage.batch // processes) > micro and share % micro:
+        if micro is not None and (share := stage.batch // shares) > micro and share % micro:
             return "data_shard", p.data_shard, f"a process's {share} sequences of stages.{i} are no multiple of train.micro_batch = {micro}"
     if p.expert > 1 and config.model.first_k_dense_replace >= config.model.num_hidden_layers:
         return "expert", p.expert, "no layer has routed experts"
@@ -110,7 +127,8 @@ def _remedy(config: Config, processes: int) -> str:
 
 def _possible(config: Config, processes: int) -> list[ParallelConfig]:
     divisors = [n for n in range(1, processes + 1) if processes % n == 0]
-    found = [ParallelConfig(r, processes // (r * e), e) for r, e in itertools.product(divisors, divisors) if processes % (r * e) == 0]
+    several = itertools.product(divisors, divisors, divisors)
+    found = [ParallelConfig(r, processes // (r * e * c), e, c) for r, e, c in several if processes % (r * e * c) == 0]
     return [p for p in found if _problem(config, p, processes) is None]
 
 

@@ -22,7 +22,7 @@ class ShardedOptimizer(ModelOptimizer):
     def __init__(
         self, sharded: Sharded, ranks: Ranks, config: OptimConfig, shapes: ModelConfig, ns_dtype: torch.dtype | None = None
     ) -> None:
-        self.sharded, self.ranks = sharded, ranks
+        self.sharded, self.ranks, self.context = sharded, ranks, sharded.context
         self._group = sharded.mesh.dense.get_group("data")
         self._names = {m: n for n, m in sharded.model.named_modules()}
         heights: dict[Tensor, int] = {sharded.held[n]: cut.shape[0] for n, cut in sharded.cuts.items() if len(cut.shape) == 2}

@@ -24,6 +24,7 @@ from torch.export import register_dataclass
 
 from atoll.nn.block_residual import Stream
 from atoll.nn.latent_moe import Experts
+from atoll.parallel.context import Context, cut_context
 from atoll.parallel.experts import share_out
 from atoll.parallel.mesh import Mesh
 
@@ -54,6 +55,7 @@ class Sharded:
     held: dict[str, nn.Parameter]
     cuts: dict[str, Cut]
     num_parameters: int  # of the whole model, as a checkpoint stores them
+    context: Context | None
 
     def wrap(self, name: str, local: Tensor) -> Tensor:
         """A tensor that goes with the parameter `name` (its gradient, its momentum), as a DTensor when that is cut."""
@@ -88,6 +90,7 @@ def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
     count, dtypes = model.num_parameters(), {n: p.dtype for n, p in model.named_parameters()}
     shapes = {n: p.shape for n, p in model.named_parameters()}
     layers = model.language_model.model.layers
+    context = None if mesh.context is None else cut_context(model, mesh.context)
     for moe in model.moe_layers():
         if mesh.expert_size > 1:
             share_out(moe, mesh.whole["expert"])
@@ -108,10 +111,12 @@ def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
             module.set_gradient_divide_factor(1.0)  # the loss is divided by all processes' targets already
             module.set_force_sum_reduction_for_comms(True)
     model.register_forward_hook(_let_go)
-    return _sharded(model, mesh, shapes, dtypes, count)
+    return Sharded(model, mesh, *_held(model, mesh, shapes, dtypes), count, context)
 
 
-def _sharded(model: Any, mesh: Mesh, shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype], count: int) -> Sharded:
+def _held(
+    model: Any, mesh: Mesh, shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype]
+) -> tuple[dict[str, nn.Parameter], dict[str, Cut]]:
     held, cuts = {}, {}
     owned = {n for n, _ in _owned(model)} if mesh.expert_size > 1 else set()
     for name, p in model.named_parameters():
@@ -121,7 +126,7 @@ def _sharded(model: Any, mesh: Mesh, shapes: dict[str, torch.Size], dtypes: dict
             held[name] = nn.Parameter(p.to_local().detach(), p.requires_grad)
         else:
             held[name] = p
-    return Sharded(model, mesh, held, cuts, count)
+    return held, cuts
 
 
 def _let_go(model: Any, args: Any, output: Any) -> None:

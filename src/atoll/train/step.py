@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.data.loader import Batch, Rows, make_batch
+from atoll.data.loader import IGNORED, Batch, Rows, make_batch
 from atoll.optim import ModelOptimizer
 from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train.guard import Guard
@@ -37,7 +38,7 @@ def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> li
 
 
 def accumulate(
-    model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None, ranks: Ranks = ALONE
+    model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None, ranks: Ranks = ALONE, context: Any = None
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
@@ -46,19 +47,33 @@ def accumulate(
     all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own batches.
     """
     device = next(model.parameters()).device
-    counts = [int((b.labels != -100).sum()) for b in batches]
+    pieces = [_piece(b, context) for b in batches]
+    counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
     targets = ranks.totals([sum(counts)])[0]
     total = max(1, targets)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-        ids, labels, bounds = (t.to(device, non_blocking=True) for t in (batch.input_ids, batch.labels, batch.cu_seqlens))
+    for i, ((*tensors, options), count) in enumerate(zip(pieces, counts, strict=True)):
+        ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
         forced = {} if routing is None else {"routing": routing[i]}
-        out = model(ids, labels=labels, cu_seqlens=bounds, **forced)
-        share = out.loss * (count / total)
-        share.backward()
+        with contextlib.nullcontext() if context is None else context.taking(batches[i].cu_seqlens.tolist()):
+            out = model(ids, labels=labels, cu_seqlens=bounds, **options, **forced)
+            share = out.loss * (count / total)
+            share.backward()
         loss += share.detach()
     ranks.sum_(loss)
     return loss, targets
+
+
+def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """What this process computes of a batch: ids, labels, bounds, and how the model is to take them."""
+    if context is None:
+        return batch.input_ids, batch.labels, batch.cu_seqlens, {}
+    from atoll.model import next_tokens
+
+    share = context.share_of(batch.cu_seqlens.tolist())
+    targets = next_tokens(batch.labels, batch.cu_seqlens)
+    at = slice(share.start, share.stop)
+    return batch.input_ids[:, at], targets[:, at], torch.tensor(share.bounds), {"shifted": True}
 
 
 def train_step(
@@ -70,14 +85,17 @@ def train_step(
     """
     model.train()
     optimizer.zero_grad()
-    loss, targets = accumulate(model, batches, ranks=ranks)
+    context = optimizer.context
+    loss, targets = accumulate(model, batches, ranks=ranks, context=context)
     ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
     optimizer.step(lr, skip)
     balance = _balance(model, skip, ranks)
+    mine = sum(b.num_bytes for b in batches) if context is None or context.rank == 0 else 0
+    num_bytes = ranks.totals([mine])[0]
     numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
-    return StepResult(numbers, targets, ranks.totals([sum(b.num_bytes for b in batches)])[0], balance)
+    return StepResult(numbers, targets, num_bytes, balance)
 
 
 @torch.no_grad()

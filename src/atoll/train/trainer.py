@@ -134,8 +134,9 @@ class Trainer:
 
     def train_step(self, stage: Stage) -> StepResult:
         """The optimizer step after `step`, on the samples that its number gives."""
-        o, share = self.config.optim, stage.batch // self.ranks.size
-        first = stage.first_sample(self.step) + self.ranks.rank * share
+        o, (place, places) = self.config.optim, parallel.place(self.config.parallel, self.ranks.rank)
+        share = stage.batch // places
+        first = stage.first_sample(self.step) + place * share
         batches = micro_batches(self.samplers[stage.index], first, share, self.config.train.micro_batch)
         rate = self.learning_rate(self.step, o.warmup, o.min_lr)
         return train_step(self.model, self.optimizer, self.guard, batches, rate, self.ranks)
