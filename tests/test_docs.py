@@ -27,7 +27,8 @@ def test_python_runs(page, block):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_that_a_page_names_are_there(page):
     text = page.read_text(encoding="utf-8")
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose)]
     missing = [link for link in links if link and not (page.parent / link).exists()]
     named = re.findall(r"`((?:tests|benchmarks|docs|src|ops|nn|hub|data|infer|train|evals|optim)/[\w./*]*)(?:::\w+)?`", text)
     for name in (name for name in set(named) if "NAME" not in name):

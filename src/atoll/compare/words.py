@@ -13,14 +13,17 @@ USAGE = """\
 usage: atoll compare CONFIG --vary SETTING=VALUE,VALUE,... [--vary ...] [--seeds N]
                      [--minutes N | --steps N] [--out DIR] [--json] [--group.name VALUE ...]
 
-Train CONFIG (a preset, a TOML file, or a folder with weights) once with each value and each seed, all on the same
-samples in the same order, as ordinary runs in DIR, and write compare.html, plots/ and compare.json there.
+Train CONFIG (a preset, a TOML file, or a folder with weights) once with each value and each seed,
+all on the same samples in the same order, as ordinary runs in DIR, and write compare.html, plots/
+and compare.json there.
 Stopped or killed, the same command goes on where it was; finished runs are not trained again.
 
   --vary          a setting and its values: balance=quantile,sign,aux,capacity,none
-                  residual=plain,block,full   optim.lr=0.01,0.02   (values that hold commas are parted by ;)
+                  residual=plain,block,full   optim.lr=0.01,0.02
+                  (values that hold commas are parted by ;)
                   given twice, every value of one meets every value of the other
-  --seeds N       seeds of every value: of the samples' order, the weights and the texts sampled (default 3)
+  --seeds N       seeds of every value: of the samples' order, the weights and the texts sampled
+                  (default 3)
   --minutes N     for the whole comparison; all runs get the same number of steps
   --steps N       steps of each run (default: what CONFIG says, its minutes being those of one run)
   --out DIR       folder of the comparison (default: runs/compare-NAME-SETTING)
