@@ -69,7 +69,7 @@ def test_help_is_quick_and_does_not_load_torch():
     assert min(taken) < 0.5
 
 
-@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb != "train"])
+@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb not in cli.WORDY])  # those read their words themselves
 def test_every_verb_explains_its_words(verb, capsys):
     assert cli.main([verb, "--help"]) == 0
     out, err = capsys.readouterr()
