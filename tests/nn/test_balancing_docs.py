@@ -37,7 +37,7 @@ def test_the_block_in_a_plain_model_runs_and_levels(capsys):
 
 def test_every_kind_and_setting_is_in_the_table():
     kinds = typing.get_args(typing.get_type_hints(BalanceConfig)["kind"])
-    assert list(dict.fromkeys(re.findall(r"^\| `(\w+)` \|", TEXT, re.M))) == list(kinds)
+    assert re.findall(r"^\| `(\w+)` \|", TEXT.split("## ")[0], re.M) == list(kinds)
     for field in dataclasses.fields(BalanceConfig):
         assert field.name in TEXT, field.name
     for name, value in BALANCE_DEFAULTS.items():
