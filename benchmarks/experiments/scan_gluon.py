@@ -34,11 +34,6 @@ TOKENS = 64
 
 
 @gluon.jit
-def _fetch(desc, row, barrier, buffer):
-    tma.async_copy_global_to_shared(desc, [row, 0], barrier, buffer)
-
-
-@gluon.jit
 def scan_kernel(
     query, erase, tail, write, scores, entering, updates, decay_end, starts, counts, first_chunk, initial, final, o, H,
     K: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, HAS_INITIAL: gl.constexpr, STORE_FINAL: gl.constexpr, KEEP: gl.constexpr,
@@ -48,9 +43,8 @@ def scan_kernel(
     dtype: gl.constexpr = gl.bfloat16
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])  # [V, K]
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])  # [V, 64]
-    A_WIDE: gl.constexpr = gl.DotOperandLayout(0, NARROW, 2)  # S^T as left operand of a [V, 64] product
-    A_X: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)  # X^T as left operand of a [V, K] product
-    A_X2: gl.constexpr = gl.DotOperandLayout(0, NARROW, 2)
+    A_NARROW: gl.constexpr = gl.DotOperandLayout(0, NARROW, 2)  # left operand of a [V, 64] product
+    A_X: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)  # of a [V, K] product
     FADE: gl.constexpr = gl.SliceLayout(0, ACC)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     h, n = gl.program_id(0), gl.program_id(1)
@@ -98,11 +92,13 @@ def scan_kernel(
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(entering, [place * V, 0], s_s)
-        operand = gl.convert_layout(held, A_WIDE)
+        operand = gl.convert_layout(held, A_NARROW)
         mbarrier.wait(ready.index(stage), phase)
         y = warpgroup_mma(operand, w_s.index(stage).permute((1, 0)), gl.zeros([V, 64], gl.float32, NARROW), use_acc=False, is_async=True)
         if not KEEP:
-            out = warpgroup_mma(operand, q_s.index(stage).permute((1, 0)), gl.zeros([V, 64], gl.float32, NARROW), use_acc=False, is_async=True)
+            out = warpgroup_mma(
+                operand, q_s.index(stage).permute((1, 0)), gl.zeros([V, 64], gl.float32, NARROW), use_acc=False, is_async=True
+            )
         u = u_s.index(stage).permute((1, 0)).load(NARROW).to(gl.float32)
         state = state * fade[None, :]
         if KEEP:
@@ -120,7 +116,7 @@ def scan_kernel(
             tma.async_copy_shared_to_global(updates, [place * 64, 0], u_s.index(stage))
             tma.store_wait(0)
         else:
-            out = warpgroup_mma(gl.convert_layout(x, A_X2), p_s.index(stage).permute((1, 0)), out, is_async=True)
+            out = warpgroup_mma(gl.convert_layout(x, A_NARROW), p_s.index(stage).permute((1, 0)), out, is_async=True)
             state = warpgroup_mma_wait(1, deps=(state,))
             out = warpgroup_mma_wait(0, deps=(out,))
             gl.thread_barrier()  # all have read U, whose place the outputs take on their way
@@ -160,7 +156,7 @@ def scan_back_kernel(
     dtype: gl.constexpr = gl.bfloat16
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, K, 16])
     NARROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
-    A_WIDE: gl.constexpr = gl.DotOperandLayout(0, NARROW, 2)
+    A_NARROW: gl.constexpr = gl.DotOperandLayout(0, NARROW, 2)
     A_X: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     FADE: gl.constexpr = gl.SliceLayout(0, ACC)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
@@ -216,7 +212,7 @@ def scan_back_kernel(
         mbarrier.wait(ready.index(stage), phase)
         up = d_s.index(stage).permute((1, 0))
         dx = warpgroup_mma(up, p_s.index(stage), gl.zeros([V, 64], gl.float32, NARROW), use_acc=False, is_async=True)
-        dx = warpgroup_mma(gl.convert_layout(held, A_WIDE), t_s.index(stage).permute((1, 0)), dx, is_async=True)
+        dx = warpgroup_mma(gl.convert_layout(held, A_NARROW), t_s.index(stage).permute((1, 0)), dx, is_async=True)
         dstate = dstate * fade[None, :]
         dstate = warpgroup_mma(up, q_s.index(stage), dstate, is_async=True)
         dx = warpgroup_mma_wait(1, deps=(dx,))
@@ -292,7 +288,10 @@ def compile_for_hopper() -> None:
             usage = subprocess.run([binary, "-res-usage", f.name], capture_output=True, text=True).stdout
             sass = subprocess.run([binary, "-sass", f.name], capture_output=True, text=True).stdout
         found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-        count = {op: len(re.findall(rf"\b{op}\b", sass)) for op in ("HGMMA", "WARPGROUP", "BAR", "LDS", "STS", "STSM", "LDSM", "LDG", "STG", "MOV")}
+        count = {
+            op: len(re.findall(rf"\b{op}\b", sass))
+            for op in ("HGMMA", "WARPGROUP", "BAR", "LDS", "STS", "STSM", "LDSM", "LDG", "STG", "MOV")
+        }
         print(f"{name}: registers {found[1]}, stack {found[2]}, shared {built.metadata.shared}", count)
 
 
@@ -334,13 +333,17 @@ def run_on_card() -> None:
         d |= {"entering": descriptor(new_entering, 128), "leaving": descriptor(new_leaving, 128), "updates": descriptor(new_updates, 64)}
         tables = (table.starts, table.counts, table.first)
 
-        def forward(keep: bool, d=d, made=made, tables=tables, start=start, new_final=new_final, new_o=new_o, heads=heads, table=table) -> None:
+        def forward(
+            keep: bool, d=d, made=made, tables=tables, start=start, new_final=new_final, new_o=new_o, heads=heads, table=table
+        ) -> None:
             scan_kernel[(heads, table.segments)](
                 d["query"], d["erase"], d["tail"], d["write"], d["scores"], d["entering"], d["updates"], made.decay_end, *tables,
                 start, new_final, new_o, heads, K=128, V=128, STAGES=3, HAS_INITIAL=True, STORE_FINAL=True, KEEP=keep, num_warps=8,
             )  # fmt: skip
 
-        def backward(d=d, made=made, tables=tables, start=start, do=do, new_dstart=new_dstart, new_dupdates=new_dupdates, heads=heads, table=table) -> None:
+        def backward(
+            d=d, made=made, tables=tables, start=start, do=do, new_dstart=new_dstart, new_dupdates=new_dupdates, heads=heads, table=table
+        ) -> None:
             scan_back_kernel[(heads, table.segments)](
                 d["query"], d["erase"], d["tail"], d["scores"], d["leaving"], made.decay_end, *tables, do, start, new_dstart,
                 new_dupdates, heads, K=128, V=128, STAGES=2, HAS_DFINAL=True, STORE_DINITIAL=True, num_warps=8,

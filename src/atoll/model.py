@@ -303,14 +303,14 @@ def load(
     if not folder.is_dir():
         overrides = {} if router_weights is None else {"model.router_weights": router_weights}
         return Model(load_config(name, overrides).model, dtype=dtype or torch.float32, device=device)
-    from atoll.hub.load import check_shapes, load_into, read_config
+    from atoll.hub.load import compared, read_config
 
     if not (folder / "config.json").is_file() and (folder / "model" / "config.json").is_file():
         folder = folder / "model"
     if not (folder / "config.json").is_file():
         raise UserError(f"model = {str(name)!r}: no config.json there; give a preset, a run or a folder in the hub's layout")
     config = read_config(folder, router_weights)
-    check_shapes(Model(config, device="meta"), folder)  # first, so that wrong settings never ask for their memory
-    model = Model(config, dtype=dtype or torch.float32, device=device)
-    load_into(model, folder)
+    with compared(Model(config, device="meta"), folder) as copy_into:  # first, so that wrong settings never ask for their memory
+        model = Model(config, dtype=dtype or torch.float32, device=device)
+        copy_into(model)
     return model.eval()

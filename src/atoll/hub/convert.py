@@ -13,7 +13,7 @@ from atoll.config import UserError
 from atoll.data.tokenizer import Tokenizer, check_fits
 from atoll.hub.export import COMPANIONS, Progress, write_folder
 from atoll.hub.layout import Slot, config_of, pack, slots
-from atoll.hub.load import load_tokenizer, opened, stays_inside, stored_dtype
+from atoll.hub.load import load_tokenizer, opened, stays_inside, stored_dtype, tensor_files
 
 
 def convert(
@@ -34,11 +34,12 @@ def convert(
     if out.resolve() == folder.resolve():
         raise UserError(f"{out}: is the folder that is read; give a new one")
     tokenizer = fitting_tokenizer(skeleton, folder)
-    parts = slots(skeleton, dtype or stored_dtype(folder))
+    where = tensor_files(folder)
+    parts = slots(skeleton, dtype or stored_dtype(folder, where))
     beside = [folder / name for name in COMPANIONS if (folder / name).is_file()]
     for path in beside:
         stays_inside(path)
-    with opened(parts, folder) as fill:
+    with opened(parts, folder, where) as fill:
         write_folder(
             config_of(skeleton),
             parts,
@@ -53,10 +54,11 @@ def convert(
 
 def verify(skeleton: nn.Module, folder: str | Path, progress: Progress | None = None) -> None:
     """Read and check every tensor of `folder` (and its tokenizer) and keep none. Raises `UserError` naming the first that is wrong."""
-    fitting_tokenizer(skeleton, Path(folder).expanduser())
+    folder = Path(folder).expanduser()
+    fitting_tokenizer(skeleton, folder)
     parts = slots(skeleton)
     total, done = sum(slot.num_bytes for slot in parts), 0
-    with opened(parts, folder) as fill:
+    with opened(parts, folder, tensor_files(folder)) as fill:
         for slot in parts:
             _filled(slot, fill)
             done += slot.num_bytes

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from atoll.config import ModelConfig, UserError
 from atoll.hub.config_json import is_kimi_linear
-from atoll.hub.packed import PACKED, SCALE, Packed, scale_shape
+from atoll.hub.packed import PACKED, SCALE, Packed
+from atoll.ops.microscaling import scale_shape
 
 PREFIX = "language_model."
 EXPERTS = re.compile(r"(.*\.block_sparse_moe\.experts)\.(w[123])$")

@@ -64,30 +64,36 @@ def load_into(model: nn.Module, folder: str | Path) -> None:
     Every name and shape is compared before the first tensor is copied. Raises `UserError`, one line, naming the first tensor
     that is missing, not wanted, misshapen or not finite, or the file that cannot be read.
     """
-    packed = is_packed(tensor_files(_existing(folder)), str(folder))
-    parts = slots(model, packed=packed)
-    with opened(parts, folder) as fill, torch.no_grad():
-        if not packed:
-            forget_scales(model)
-        for slot in parts:
-            fill(slot)
-
-
-def check_shapes(skeleton: nn.Module, folder: str | Path) -> None:
-    """Compare every name, shape and type in `folder` with `skeleton` (the model on the meta device). Raises `UserError` as loading does."""
-    packed = is_packed(tensor_files(_existing(folder)), str(folder))
-    with opened(slots(skeleton, packed=packed), folder):
-        pass
+    with compared(model, folder) as copy_into:
+        copy_into(model)
 
 
 @contextmanager
-def opened(parts: list[Slot], folder: str | Path) -> Iterator[Callable[[Slot], None]]:
-    """The weights in `folder`, once every name, shape and type has been compared with `parts` (all slots of one model).
+def compared(skeleton: nn.Module, folder: str | Path) -> Iterator[Callable[[nn.Module], None]]:
+    """The weights in `folder`, once every name, shape and type has been compared with `skeleton` (on the meta device it takes no memory).
+
+    Gives a function that copies them into a model of the same config. Raises `UserError` as `load_into` does.
+    """
+    where = tensor_files(folder)
+    packed = is_packed(where, str(folder))
+    with opened(slots(skeleton, packed=packed), Path(folder), where) as fill:
+
+        def copy_into(model: nn.Module) -> None:
+            with torch.no_grad():
+                if not packed:
+                    forget_scales(model)
+                for slot in slots(model, packed=packed):
+                    fill(slot)
+
+        yield copy_into
+
+
+@contextmanager
+def opened(parts: list[Slot], folder: Path, where: dict[str, Path]) -> Iterator[Callable[[Slot], None]]:
+    """The tensors at `where` in `folder`, once every name, shape and type has been compared with `parts` (all slots of one model).
 
     Gives a function that copies one tensor from the folder into its slot. Raises `UserError` as `load_into` does.
     """
-    folder = _existing(folder)
-    where = tensor_files(folder)
     names = {slot.name: _stored_name(slot, where) for slot in parts}
     _same_names(set(names.values()), set(where), folder)
     with ExitStack() as stack:
@@ -104,10 +110,9 @@ def opened(parts: list[Slot], folder: str | Path) -> Iterator[Callable[[Slot], N
         yield fill
 
 
-def stored_dtype(folder: str | Path) -> torch.dtype:
+def stored_dtype(folder: Path, where: dict[str, Path]) -> torch.dtype:
     """The type that the embedding is stored in: that of most tensors. Raises `UserError` when there is no embedding."""
-    folder = _existing(folder)
-    name, file = next(((n, f) for n, f in tensor_files(folder).items() if n.endswith("embed_tokens.weight")), (None, None))
+    name, file = next(((n, f) for n, f in where.items() if n.endswith("embed_tokens.weight")), (None, None))
     if name is None or file is None:
         raise UserError(f"{folder}: no embed_tokens.weight among its tensors; give the text model's folder")
     with ExitStack() as stack:
@@ -160,8 +165,9 @@ def _read_json(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read as JSON ({_line(error)}); fetch or export it again") from None
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: str | Path) -> dict[str, Path]:
     """Tensor name → file, from the index (whose shards must agree with it) or from the header of a single file. Raises `UserError`."""
+    folder = _existing(folder)
     if (folder / INDEX).is_file():
         return _read_index(folder)
     if (folder / SINGLE).is_file():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.config import ModelConfig, UserError
 from atoll.ops import mxfp4_dequantize, mxfp4_quantize
-from atoll.ops.microscaling import GROUP, NAN_SCALE
+from atoll.ops.microscaling import NAN_SCALE
 
 KEY = "quantization_config"
 ACTIVATIONS = "expert_activations"  # ours, "mxfp8": what the released weight-only content has no word for; engines pass over it
@@ -84,11 +84,6 @@ def is_packed(names: Iterable[str], where: str) -> bool:
         if (plain := name.removesuffix("_packed")) in names:
             raise UserError(f"{where}: tensor {name} and tensor {plain} are both there; one of the two is expected")
     return bool(packed)
-
-
-def scale_shape(weight: Tensor) -> tuple[int, ...]:
-    """Shape of the scales of `weight` [..., C]: one for 32 columns."""
-    return (*weight.shape[:-1], weight.shape[-1] // GROUP)
 
 
 def forget_scales(model: nn.Module) -> None:

@@ -16,7 +16,6 @@ from atoll.nn.linear import Weight
 from atoll.ops.attn_res import Block, attn_res_sum, block_refusal, depth_weights, open_block, two_phase_pays
 from atoll.ops.norm import rms_norm
 
-Mode = Literal["block", "full", "plain"]
 Schedule = Literal["auto", "one-pass", "two-phase"]
 
 

@@ -17,7 +17,7 @@ from atoll.nn.layer_balance import LayerBalance
 from atoll.nn.linear import Linear, RMSNorm
 from atoll.nn.mlp import GatedMLP
 from atoll.ops import experts_mlp, route
-from atoll.ops.microscaling import GROUP, NAN_SCALE
+from atoll.ops.microscaling import GROUP, NAN_SCALE, scale_shape
 from atoll.ops.routing import route_weights
 
 
@@ -71,8 +71,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(experts, dim, hidden, **factory))
         if quantized:
             for name, w in (("w1", self.w1), ("w3", self.w3), ("w2", self.w2)):
-                shape = (*w.shape[:-1], w.shape[-1] // GROUP)
-                self.register_buffer(f"{name}_scale", torch.full(shape, NAN_SCALE, dtype=torch.uint8, device=w.device))
+                self.register_buffer(f"{name}_scale", torch.full(scale_shape(w), NAN_SCALE, dtype=torch.uint8, device=w.device))
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Every matrix normal(0, std), no scale kept."""

@@ -21,6 +21,11 @@ def check(x: Tensor, name: str) -> None:
         raise ValueError(f"{name} has a last dimension of {x.shape[-1]}: a multiple of {GROUP} is expected, the numbers that share a scale")
 
 
+def scale_shape(x: Tensor) -> tuple[int, ...]:
+    """Shape of the scales of `x` [..., C]: one for 32 numbers."""
+    return (*x.shape[:-1], x.shape[-1] // GROUP)
+
+
 def power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """2^exponent, exact on every device, for whole exponents from -127 to 127; 128 gives NaN."""
     return (exponent + BIAS).to(torch.uint8).view(torch.float8_e8m0fnu).to(dtype)

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from atoll.ops.microscaling import BIAS, GROUP, NAN_SCALE, check, finite_or_nan, floor_log2, pieces, power
+from atoll.ops.microscaling import BIAS, GROUP, NAN_SCALE, check, finite_or_nan, floor_log2, pieces, power, scale_shape
 from atoll.ops.situ import wide
 
 Rule = Literal["round_amax", "ocp_floor"]
@@ -97,11 +97,11 @@ def mxfp4_quantize(w: Tensor, *, rule: Rule = "round_amax", keep: Tensor | None 
         at = (~torch.isfinite(w)).nonzero()[0].tolist()
         raise ValueError(f"w{at} is {float(w[tuple(at)])}: NaN or infinity, which MXFP4 cannot hold")
     columns = w.shape[-1]
-    return packed.view(*w.shape[:-1], columns // 2), scale.view(*w.shape[:-1], columns // GROUP)
+    return packed.view(*w.shape[:-1], columns // 2), scale.view(scale_shape(w))
 
 
 def _scales_like(keep: Tensor, w: Tensor) -> Tensor:
-    shape = (*w.shape[:-1], w.shape[-1] // GROUP)
+    shape = scale_shape(w)
     if keep.dtype != torch.uint8 or keep.shape != shape:
         raise ValueError(f"keep is {keep.dtype} {list(keep.shape)}: uint8 {list(shape)} is expected")
     return keep

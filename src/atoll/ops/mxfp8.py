@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atoll.ops.microscaling import BIAS, GROUP, NAN_SCALE, check, finite_or_nan, floor_log2, pieces, power
+from atoll.ops.microscaling import BIAS, GROUP, NAN_SCALE, check, finite_or_nan, floor_log2, pieces, power, scale_shape
 from atoll.ops.situ import wide
 
 E4M3_MAX = 448.0
@@ -44,7 +44,7 @@ def mxfp8_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
         exponent = _exponents(amax)
         to_elements.copy_(_elements(y, exponent))
         to_scale.copy_(torch.where(torch.isfinite(amax), exponent + BIAS, NAN_SCALE))
-    return elements.view(x.shape), scale.view(*x.shape[:-1], x.shape[-1] // GROUP)
+    return elements.view(x.shape), scale.view(scale_shape(x))
 
 
 @torch.no_grad()

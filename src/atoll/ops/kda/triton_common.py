@@ -84,13 +84,6 @@ def put(pointer, x, base, first, c, N: tl.constexpr, C: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def column(pointer, base, step, first, count, N: tl.constexpr):
-    """One number a token, [N, 1] float32, zero from `count` on."""
-    row = first + tl.arange(0, N)
-    return tl.load(pointer + base + row * step, mask=row < count, other=0.0).to(tl.float32)[:, None]
-
-
-@triton.jit
 def strength(beta, start, h, H, first, count, N: tl.constexpr):
     """sigmoid(beta) as a column [N, 1], zero from `count` on."""
     row = first + tl.arange(0, N)
