@@ -8,6 +8,8 @@ import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card: no device is visible to torch")
 
+from gpu.card import ratio, room  # noqa: E402
+
 from atoll.nn import BlockResidual, Stream  # noqa: E402
 from atoll.ops import kernel_report  # noqa: E402
 from atoll.ops.attn_res import attn_res, attn_res_sum, open_block  # noqa: E402
@@ -18,17 +20,6 @@ CARD = {"device": "cuda"}
 BF16, F32 = torch.bfloat16, torch.float32
 LIMITS = {BF16: 5e-3, F32: 1e-5}
 GRADIENT_LIMITS = {BF16: 1e-2, F32: 5e-5}
-
-
-def ratio(a, b):
-    """RMS of the error over RMS of the reference; infinite where it is not finite."""
-    error = (a.double() - b.double()).square().mean().sqrt()
-    return float(error / b.double().square().mean().sqrt().clamp_min(1e-30)) if error.isfinite() else float("inf")
-
-
-def room(gigabytes):
-    free = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
-    return pytest.mark.skipif(free < gigabytes, reason=f"needs {gigabytes} GiB of free device memory, {free:.0f} are there")
 
 
 def vectors(width, count, scale=1.0):

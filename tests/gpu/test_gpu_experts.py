@@ -8,23 +8,14 @@ import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card: no device is visible to torch")
 
+from gpu.card import ratio, room  # noqa: E402
+
 from atoll.ops import QuantileHistogram, experts_mlp, kernel_report, route, situ_glu  # noqa: E402
 from atoll.ops.experts.fused import backward, forward  # noqa: E402
 from atoll.ops.experts.plan import HOPPER, Plan, choose, sort  # noqa: E402
 
 LIMIT = 1e-2
 SITU = ("situ", 4.0, 25.0)
-
-
-def ratio(a, b):
-    """RMS of the error over RMS of the reference; infinite where it is not finite."""
-    error = (a.double() - b.double()).square().mean().sqrt()
-    return float(error / b.double().square().mean().sqrt().clamp_min(1e-30)) if error.isfinite() else float("inf")
-
-
-def room(gigabytes):
-    free = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
-    return pytest.mark.skipif(free < gigabytes, reason=f"needs {gigabytes} GiB of free device memory, {free:.0f} are there")
 
 
 def different(tokens, k, experts, skew=0.0):

@@ -10,7 +10,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card: no device is visible to torch")
 
-from test_gpu_ops import ratio, room  # noqa: E402
+from gpu.card import ratio, room  # noqa: E402
 
 from atoll.ops import kernel_report, strict  # noqa: E402
 from atoll.ops.kda import kda  # noqa: E402

@@ -8,6 +8,8 @@ import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card: no device is visible to torch")
 
+from gpu.card import ratio, room  # noqa: E402
+
 from atoll.ops import conv_launch, norm_launch  # noqa: E402
 from atoll.ops.conv import short_conv  # noqa: E402
 from atoll.ops.kda import ConvState, OutputNorm, kda_step, kernel_report  # noqa: E402
@@ -16,17 +18,6 @@ from atoll.ops.norm import gated_rms_norm, l2_norm, rms_norm  # noqa: E402
 
 LIMITS = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
 GRADIENT_LIMITS = {torch.bfloat16: 8e-3, torch.float32: 2e-5}
-
-
-def ratio(a, b):
-    """RMS of the error over RMS of the reference; infinite where it is not finite."""
-    error = (a.double() - b.double()).square().mean().sqrt()
-    return float(error / b.double().square().mean().sqrt().clamp_min(1e-30)) if error.isfinite() else float("inf")
-
-
-def room(gigabytes):
-    free = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else 0
-    return pytest.mark.skipif(free < gigabytes, reason=f"needs {gigabytes} GiB of free device memory, {free:.0f} are there")
 
 
 class Decode:

@@ -12,33 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from hub.golden import GOLDEN
+from hub.models import FLAT, SMALL, build
 from safetensors.torch import load_file, save_file
 
 from atoll.config import ModelConfig, UserError
 from atoll.data.tokenizer import train_tokenizer
 from atoll.hub import export
 from atoll.hub.load import load_into, load_tokenizer, read_config
-from atoll.model import Model, load
-
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "kda_num_heads": 2, "kda_head_dim": 8,
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "intermediate_size": 48,
-    "num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 16, "routed_expert_hidden_size": 16,
-}  # fmt: skip
-FLAT = {
-    "residual": "plain", "routed_expert_hidden_size": None, "hidden_act": "silu", "gate_lower_bound": None,
-    "use_full_rank_gate": False, "mla_use_output_gate": False, "latent_moe_use_norm": False, "q_lora_rank": None,
-}  # fmt: skip
-
-
-def build(dtype: torch.dtype = torch.float32, **change) -> Model:
-    """A small model with no two tensors alike."""
-    m = Model(ModelConfig(**{**SMALL, **change}), dtype=dtype)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for tensor in [*m.parameters(), *m.buffers()]:
-            tensor.copy_(torch.randn(tensor.shape))
-    return m
+from atoll.model import load
 
 
 def files(folder: Path) -> dict[str, bytes]:

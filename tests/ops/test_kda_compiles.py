@@ -10,14 +10,12 @@ import contextlib
 import itertools
 import json
 import os
-import re
-import subprocess
 import sys
 
 import pytest
 import torch
+from ops.hopper import SHARED, compile_kernel, elsewhere, resources, specialise
 
-SHARED = 227 * 1024  # bytes of shared memory a program can have on sm_90
 WIDTHS = (32, 64, 128, 256)
 KERNELS = (
     "gate_kernel", "gradient_kernel", "join_kernel", "local_kernel", "pair_gradient_kernel", "prepare_kernel", "scan_back_kernel",
@@ -54,50 +52,22 @@ def record(width, value, dtype, heads=96):
     return found
 
 
-def signature(kernel, arguments, options):
-    """What Triton specialises on: types, constants, divisibility by 16."""
-    kinds, constants, hints = {}, {}, {}
-    names = {"torch.bfloat16": "*bf16", "torch.float32": "*fp32", "torch.int64": "*i64", "torch.int32": "*i32"}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
-        if value is None or (type(value) is int and value == 1):
-            kinds[name], constants[(i,)] = "constexpr", value
-            continue
-        kinds[name] = names[str(value.dtype)] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-            hints[(i,)] = [["tt.divisibility", 16]]
-    for name in kernel.arg_names[len(arguments) :]:
-        kinds[name], constants[(kernel.arg_names.index(name),)] = "constexpr", options[name]
+def given(kernel, arguments, options):
+    """(types and numbers, flags, options) of a recorded launch, as `hopper.compile_kernel` takes them."""
+    names = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
+    values = [names[value.dtype] if isinstance(value, torch.Tensor) else value for value in arguments]
+    flags = {name: options[name] for name in kernel.arg_names[len(arguments) :]}
     launch = {name: options[name] for name in ("num_warps", "num_stages", "maxnreg") if options.get(name) is not None}
-    return kinds, constants, hints, launch
+    return values, flags, launch
 
 
 def build(kernel, arguments, options):
     """Seconds of one core, shared memory, registers and spilled bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kinds, constants, hints, launch = signature(kernel, arguments, options)
-    source = ASTSource(fn=kernel, signature={n: kinds[n] for n in kernel.arg_names}, constexprs=constants, attrs=hints)
+    values, flags, launch = given(kernel, arguments, options)
     start = sum(os.times()[:4])  # of a core, the assembler's included: other work on the machine does not count
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
+    made = compile_kernel(kernel, values, flags, **launch)
     seconds = sum(os.times()[:4]) - start
-    return {"seconds": round(seconds, 1), "shared": made.metadata.shared, **resources(made.asm["cubin"])}
-
-
-def resources(cubin):
-    """Registers a thread and bytes of spills, read from the compiled code."""
-    import tempfile
-    from pathlib import Path
-
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {key.lower(): int(re.search(rf"{key}:(\d+)", text).group(1)) for key in ("REG", "STACK", "LOCAL")}
+    return {"seconds": round(seconds, 1), "shared": made.metadata.shared, **resources(made)}
 
 
 def combinations(everything):
@@ -115,7 +85,8 @@ def results(everything):
     seen, table = set(), {}
     for width, value, dtype, heads, wanted in combinations(everything):
         for kernel, arguments, options in record(width, value, dtype, heads):
-            key = repr((kernel.__name__, signature(kernel, arguments, options)))
+            values, flags, launch = given(kernel, arguments, options)
+            key = repr((kernel.__name__, specialise(kernel, values, flags), launch))
             if key in seen or kernel.__name__ not in wanted:
                 continue
             seen.add(key)
@@ -128,17 +99,8 @@ def results(everything):
     return table
 
 
-def compiled(*words):
-    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_the_standard_setting_compiles_almost_without_spills():
-    found = compiled()
+    found = elsewhere(__file__)
     assert {name.split()[0] for name in found} == set(KERNELS)
     for name, numbers in found.items():
         assert numbers["shared"] <= SHARED, name
@@ -147,7 +109,7 @@ def test_the_standard_setting_compiles_almost_without_spills():
 
 @pytest.mark.slow
 def test_every_setting_compiles_and_fits():
-    for name, numbers in compiled("--all").items():
+    for name, numbers in elsewhere(__file__, "--all").items():
         assert numbers["shared"] <= SHARED, name
         assert numbers["seconds"] < 20, name  # the slowest, value gradients of 256 float32 columns, takes 8 to 15
 

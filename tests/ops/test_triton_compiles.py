@@ -3,14 +3,13 @@
 Compiled in a process of its own, because Triton reads TRITON_INTERPRET when it is imported.
 """
 
+import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from ops.hopper import SHARED, compile_kernel, elsewhere
 
 BF16, F32, I32, I64, NONE = "*bf16", "*fp32", "*i32", "*i64", None
 
@@ -162,26 +161,8 @@ def cases():
 
 def compile_case(module, name, values, flags, warps):
     """What the compiler made of it, in numbers."""
-    import importlib
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     folder = "atoll.ops.kda." if module == "step_kernels" else "atoll.ops."
-    kernel = getattr(importlib.import_module(folder + module), name)
-    signature, constants, hints = {}, {}, {}
-    for i, (argument, value) in enumerate(zip(kernel.arg_names, values, strict=False)):
-        if value is None or (isinstance(value, int) and value == 1):
-            signature[argument], constants[(i,)] = "constexpr", value
-        else:
-            signature[argument] = value if isinstance(value, str) else "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, str) or (isinstance(value, int) and value % 16 == 0):
-                hints[(i,)] = [["tt.divisibility", 16]]
-    for argument, value in flags.items():
-        signature[argument], constants[(kernel.arg_names.index(argument),)] = "constexpr", value
-    source = ASTSource(fn=kernel, signature={n: signature[n] for n in kernel.arg_names}, constexprs=constants, attrs=hints)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 1})
+    made = compile_kernel(getattr(importlib.import_module(folder + module), name), values, flags, num_warps=warps)
     shape = f"{flags['BV']}x{flags['K']}x" if "BV" in flags else "none"
     return {
         "wide_loads": len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", made.asm["ptx"])),
@@ -195,12 +176,7 @@ def compile_case(module, name, values, flags, warps):
 
 @pytest.fixture(scope="module")
 def compiled():
-    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return elsewhere(__file__)
 
 
 def test_every_kernel_compiles(compiled):
@@ -220,16 +196,13 @@ def test_the_state_is_read_in_16_bytes_and_stays_in_its_registers(compiled, name
     assert compiled[name]["wide_stores"] >= slab
 
 
-HOPPER_SHARED = 227 * 1024
-
-
 @pytest.mark.parametrize("name", [name for name in cases() if name.startswith("experts")])
 def test_experts_fit_a_multiprocessor_and_their_products_overlap(compiled, name):
     """Tensor cores' own instructions, whose results are not awaited in the step that issues them.
 
     Except float32's three-fold products, and rows that do not start on 4 bytes, which no asynchronous copy takes.
     """
-    assert compiled[name]["shared"] <= HOPPER_SHARED
+    assert compiled[name]["shared"] <= SHARED
     _, kernel, _, flags, _ = cases()[name]
     if kernel not in ("rows_kernel", "weight_kernel"):
         return
