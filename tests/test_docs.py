@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll import arguments, cli
+from atoll.compare import words as compare_words
 from atoll.config import load_config, presets
 
 ROOT = Path(__file__).parents[1]
@@ -47,5 +48,12 @@ def test_commands_of_a_page_have_their_verbs_flags_and_settings(page, monkeypatc
         if words[0] == "train":
             args = arguments.parse_train([word for word in words[1:] if word != "--help"])
             load_config(args.config if args.config in presets() else "tiny", args.overrides)
+        elif words[0] == "compare":  # read as the verb reads them; it would go on to train
+            asked = compare_words.parse([word for word in words[1:] if word != "--help"])
+            for vary in asked.vary:
+                for value in vary.values:
+                    load_config(
+                        asked.train.config if asked.train.config in presets() else "tiny", {**asked.train.overrides, vary.key: value}
+                    )
         else:
             cli._dispatch(words)

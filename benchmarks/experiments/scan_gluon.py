@@ -12,7 +12,7 @@ shared memory, fetched three chunks ahead by the copy engine.
     dX^T = do^T A_qk + dS'^T tail^T        dS^T = dS'^T diag(fade) + do^T query - dX^T W
 """
 
-# ruff: noqa: B023, E501  (closures are called in the turn that makes them; calls of kernels are long lists of the same names)
+# ruff: noqa: B023  (closures are called in the turn that makes them; calls of kernels are long lists of the same names)
 
 from __future__ import annotations
 
