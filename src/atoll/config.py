@@ -208,6 +208,18 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How many processes a run is spread over, axis by axis; their product is the number that `torchrun` starts (docs/scale.md)."""
+
+    data_replicate: int = 1  # copies of the sharded model, each on samples of its own
+    data_shard: int = 1  # processes that share weights, gradients and optimizer state, each on samples of its own
+    expert: int = 1  # processes that share the routed experts out among them, each on samples of its own
+    context: int = 1  # processes that cut sequences among them, on the same samples
+    pipeline: int = 1  # processes that cut the layers among them (not built yet)
+    tensor: int = 1  # processes that cut heads and vocabulary among them (not built yet)
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -216,6 +228,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stages: tuple[StageConfig, ...] = (StageConfig(),)
 
 

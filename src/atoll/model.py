@@ -124,6 +124,7 @@ class Model(nn.Module):
         logits: bool | None = None,
         routing: Iterable[Tensor] | None = None,
         record: dict[str, Any] | None = None,
+        shifted: bool = False,
     ) -> Output:
         """Logits [B,T,V] in at least float32, or the loss.
 
@@ -138,6 +139,7 @@ class Model(nn.Module):
             cache: from `new_cache`; moved on in place.
             logits: whether to return logits; by default when there are no labels.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
+            shifted: `labels` are targets already: each stands where it is predicted, as for a part of a longer row.
             record: a dict to fill with probes: "depth_weights", "depth_rms" (output and running sum of each sublayer), "decay", "load",
                 and "depth_gradients", RMS at each sublayer's output, NaN until a backward pass.
         """
@@ -159,7 +161,7 @@ class Model(nn.Module):
             cache.length += input_ids.shape[1]
         if record is not None:
             self._finish_probes(record, probe or DepthProbe(), routes)
-        loss, count = (None, None) if labels is None else self._loss(hidden, labels, cu_seqlens)
+        loss, count = (None, None) if labels is None else self._loss(hidden, labels if shifted else next_tokens(labels, cu_seqlens))
         scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
         extra = [r.balance_loss for r in routes if r.balance_loss is not None]
         routed = [r.ids for r in routes if r.ids is not None]
@@ -207,8 +209,7 @@ class Model(nn.Module):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         return F.linear(hidden.to(exact), self.language_model.lm_head.weight.to(exact))
 
-    def _loss(self, hidden: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        targets = next_tokens(labels, cu_seqlens)
+    def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         total, count = linear_cross_entropy(hidden.flatten(0, 1), self.language_model.lm_head.weight, targets.flatten())
         return total / count.clamp(min=1), count
 

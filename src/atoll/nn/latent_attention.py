@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from atoll.nn.cache import LatentState
 from atoll.nn.linear import Linear, RMSNorm
 from atoll.ops.attention import causal_attention, latent_attention_step
+from atoll.ops.situ import wide
 
 
 class LatentAttention(nn.Module):
@@ -45,7 +46,8 @@ class LatentAttention(nn.Module):
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
         self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
         self.scale = (nope_dim + rope_dim) ** -0.5
-        self.track_max_logit, self.max_logit = False, None
+        self.track_max_logit = False
+        self.max_norms: Tensor | None = None  # [2,H]: the longest query and the longest key of each head since it was last set to None
         weights = {"device": device, "dtype": dtype}
         q_width = num_heads * (nope_dim + rope_dim)
         if q_lora_rank is None:
@@ -79,8 +81,8 @@ class LatentAttention(nn.Module):
             out = self._absorbed(q, rows)
         else:
             k, v = self._expand(rows)
-            if self.track_max_logit:
-                self._note_max_logit(q, k)
+            if self.track_max_logit and self.training:
+                self._note_norms(q, k)
             out = causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
         out = out.flatten(2)
         if self.g_proj is not None:
@@ -115,7 +117,14 @@ class LatentAttention(nn.Module):
         return torch.einsum("bthc,hvc->bthv", context.to(w_v.dtype), w_v)
 
     @torch.no_grad()
-    def _note_max_logit(self, q: Tensor, k: Tensor) -> None:
-        """An upper bound of each head's largest logit, by Cauchy-Schwarz: exact maxima would cost a second attention."""
-        bound = self.scale * q.float().norm(dim=-1).amax((0, 1)) * k.float().norm(dim=-1).amax((0, 1))
-        self.max_logit = bound if self.max_logit is None else torch.maximum(self.max_logit, bound)
+    def _note_norms(self, q: Tensor, k: Tensor) -> None:
+        norms = torch.stack([x.to(wide(x.dtype)).norm(dim=-1).amax((0, 1)) for x in (q, k)])
+        self.max_norms = norms if self.max_norms is None else torch.maximum(self.max_norms, norms)
+
+    @property
+    def max_logit(self) -> Tensor | None:
+        """An upper bound [H] of each head's largest logit, by Cauchy-Schwarz: exact maxima would cost a second attention.
+
+        Of norms that are maxima over all tokens, however those were split over calls or processes.
+        """
+        return None if self.max_norms is None else self.scale * self.max_norms.prod(0)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config, UserError, load_config, to_toml
+from atoll.config import Config, ParallelConfig, UserError, load_config, to_toml
 from atoll.train import checkpoint
 
 LOCK = ".lock"
@@ -21,6 +21,7 @@ TRIAL = ".trial"  # what timing the machine writes; names with a dot hold nothin
 # Settings that may differ on a resume, because no number of the run depends on them (or, for the split, none that is kept).
 FREE = {
     "data": {"cache", "tokenizer"},
+    "parallel": {f.name for f in dataclasses.fields(ParallelConfig)},
     "train": {
         "minutes",
         "epochs",
