@@ -179,6 +179,8 @@ class StageConfig:
     length: int = 1024  # tokens in one sequence
     share: float = 1.0  # share of the run's steps
     batch: int = 8  # sequences in one optimizer step
+    segment: int | None = None  # tokens of a sequence computed at once, the state carried on; "none" computes sequences whole
+    offload: bool = False  # what waits between a segment's forward and backward pass waits in host memory
 
 
 @dataclass(frozen=True)
@@ -592,7 +594,9 @@ def _validate_stages(stages: tuple[StageConfig, ...]) -> None:
     if not stages:
         _refuse("stages", [], "at least one stage is expected")
     for i, stage in enumerate(stages):
-        _positive(stage, f"stages.{i}.", ("length", "share", "batch"))
+        _positive(stage, f"stages.{i}.", ("length", "share", "batch", "segment"))
+        if stage.offload and stage.segment is None:
+            _refuse(f"stages.{i}.offload", True, "nothing waits where sequences are computed whole; give a segment")
         if i and stage.length <= stages[i - 1].length:
             _refuse(f"stages.{i}.length", stage.length, f"must grow: the stage before has {stages[i - 1].length}")
     names = [s.name for s in stages]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atoll.config import StageConfig
+from atoll.train.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Stage:
     stop: int
     length: int  # tokens in a sequence
     batch: int  # sequences in an optimizer step
+    segments: Segments | None = None  # how a sequence is computed piece by piece
 
     @property
     def tokens(self) -> int:
@@ -34,7 +36,8 @@ def plan(stages: tuple[StageConfig, ...], steps: int) -> list[Stage]:
     for i, stage in enumerate(stages):
         total += stage.share
         stop = steps if i == len(stages) - 1 else min(steps, round(total * steps))
-        cut.append(Stage(i, stage.name, start, stop, stage.length, stage.batch))
+        segments = None if stage.segment is None else Segments(stage.length, min(stage.segment, stage.length), stage.offload)
+        cut.append(Stage(i, stage.name, start, stop, stage.length, stage.batch, segments))
         start = stop
     return cut
 

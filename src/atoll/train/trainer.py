@@ -158,7 +158,7 @@ class Trainer:
         first = stage.first_sample(self.step) + place * share
         batches = micro_batches(self.samplers[stage.index], first, share, self.config.train.micro_batch)
         rate = self.learning_rate(self.step, o.warmup, o.min_lr)
-        return train_step(self.model, self.optimizer, self.guard, batches, rate, self.ranks)
+        return train_step(self.model, self.optimizer, self.guard, batches, rate, self.ranks, stage.segments)
 
     def learning_rate(self, step: int, warmup: float, floor: float) -> float:
         """Share of the peak learning rate at the 0-based `step`."""
