@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from atoll.data.loader import IGNORED
-from atoll.model import next_tokens
 from atoll.nn.cache import DeltaState
 from atoll.nn.carry import DeltaCarry, LatentCarry, SegmentCache, Share, share_of
 
@@ -196,6 +195,8 @@ class _Row:
 
 def accumulate_rows(model: Any, ids: Tensor, labels: Tensor, bounds: Tensor, how: Segments, weights: Weights) -> Tensor:
     """`accumulate_row` over the rows of a batch; labels int64 [1,N], unshifted, -100 where none is counted; bounds int64 [S+1]."""
+    from atoll.model import next_tokens
+
     targets, edges = next_tokens(labels, bounds), bounds.tolist()
     loss = torch.zeros((), dtype=torch.float64, device=ids.device)
     for start in range(0, edges[-1], how.length):
