@@ -14,6 +14,7 @@ from atoll.data.loader import IGNORED, Batch, Rows, make_batch
 from atoll.optim import ModelOptimizer
 from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train.guard import Guard
+from atoll.train.segments import Segments, Weights, accumulate_rows
 
 
 @dataclass(frozen=True)
@@ -38,32 +39,40 @@ def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> li
 
 
 def accumulate(
-    model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None, ranks: Ranks = ALONE, context: Any = None
+    model: nn.Module,
+    batches: Sequence[Batch],
+    routing: Sequence[Any] | None = None,
+    ranks: Ranks = ALONE,
+    context: Any = None,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
-    balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch.
-    Returns the loss (float64 scalar, on the device, without the auxiliary one) and the targets, both of all `ranks`; a cut model's
-    gradients are summed over them, a whole one's are those of its own batches.
+    balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; `segments`
+    computes each row a segment at a time. Returns the loss (float64 scalar, on the device, without the auxiliary one) and the targets,
+    both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own batches.
     """
     device = next(model.parameters()).device
     pieces = [_piece(b, context) for b in batches]
     counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
     tokens = [int((ids != model.config.pad_token_id).sum()) for ids, _, _, _ in pieces]  # pyright: ignore
-    targets, all_tokens = ranks.totals([sum(counts), sum(tokens)])
+    whole = Weights(*ranks.totals([sum(counts), sum(tokens)]))
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for i, ((*tensors, options), count) in enumerate(zip(pieces, counts, strict=True)):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
+        if segments is not None:
+            loss += accumulate_rows(model, ids, labels, bounds, segments, whole)
+            continue
         forced = {} if routing is None else {"routing": routing[i]}
         with contextlib.nullcontext() if context is None else context.taking(batches[i].cu_seqlens.tolist()):
             out = model(ids, labels=labels, cu_seqlens=bounds, **options, **forced)
-            share = out.loss * (count / max(1, targets))
-            extra = 0.0 if out.balance_loss is None else out.balance_loss * (tokens[i] / max(1, all_tokens))
+            share = out.loss * (count / max(1, whole.targets))
+            extra = 0.0 if out.balance_loss is None else out.balance_loss * (tokens[i] / max(1, whole.tokens))
             (share + extra).backward()
         loss += share.detach()
     ranks.sum_(loss)
-    return loss, targets
+    return loss, whole.targets
 
 
 def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -79,16 +88,22 @@ def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str
 
 
 def train_step(
-    model: Any, optimizer: ModelOptimizer, guard: Guard, batches: Sequence[Batch], lr: float, ranks: Ranks = ALONE
+    model: Any,
+    optimizer: ModelOptimizer,
+    guard: Guard,
+    batches: Sequence[Batch],
+    lr: float,
+    ranks: Ranks = ALONE,
+    segments: Segments | None = None,
 ) -> StepResult:
-    """One step on `batches`, this process's part of it, at `lr` times the peak learning rates.
+    """One step on `batches`, this process's part of it, at `lr` times the peak learning rates; `segments` as in `accumulate`.
 
     A step that the guard refuses leaves weights, optimizer state and router biases as they were, bit for bit.
     """
     model.train()
     optimizer.zero_grad()
     context = optimizer.context
-    loss, targets = accumulate(model, batches, ranks=ranks, context=context)
+    loss, targets = accumulate(model, batches, ranks=ranks, context=context, segments=segments)
     ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
