@@ -143,12 +143,15 @@ def _pipeline_problem(config: Config, p: ParallelConfig, shares: int) -> tuple[s
         return None
     for i, stage in enumerate(config.stages):
         share = stage.batch // shares
-        micro = min(config.train.micro_batch or share, share)
-        if share // micro < p.pipeline:
-            why = f"{share // micro} micro-batches of stages.{i} are fewer than its processes"
-            return "pipeline", p.pipeline, why + (f"; set train.micro_batch = {share // p.pipeline}" if share >= p.pipeline else "")
-        if p.pipeline_virtual > 1 and share // micro % p.pipeline:
-            return "pipeline_virtual", p.pipeline_virtual, f"pipeline = {p.pipeline} does not divide {share // micro} micro-batches of stages.{i}"
+        count = share // min(config.train.micro_batch or share, share)
+        if count >= p.pipeline and (p.pipeline_virtual == 1 or count % p.pipeline == 0):
+            continue
+        fit = [n for n in range(1, share + 1) if share % n == 0 and share // n % p.pipeline == 0]
+        remedy = f"; set train.micro_batch = {fit[-1]}" if fit else ""
+        if count < p.pipeline:
+            return "pipeline", p.pipeline, f"needs as many micro-batches, stages.{i} gives a process {count}{remedy}"
+        why = f"pipeline = {p.pipeline} does not divide a process's {count} micro-batches of stages.{i}{remedy}"
+        return "pipeline_virtual", p.pipeline_virtual, why
     return None
 
 

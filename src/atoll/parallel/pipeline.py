@@ -179,6 +179,7 @@ class Pipelined(nn.Module):
 
     # ---------------------------------------------------------------- evaluation
 
+    @torch.inference_mode(False)  # FSDP makes room for the weights at their first use, and room made in that mode cannot be used in training
     @torch.no_grad()
     def forward(
         self,
