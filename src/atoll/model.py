@@ -30,8 +30,8 @@ IGNORE = -100
 class Output:
     """What a forward pass returns. `loss` is the mean over `num_targets` counted targets; `routing` holds ids [T,k] a MoE layer.
 
-    `stream`: what some of the layers left for those that follow. `balance_loss`: in training under `balance.kind = "aux"`, the layers' auxiliary losses, summed: a mean over the tokens that are no
-    padding, to be added to `loss`, which never holds it.
+    `balance_loss`: in training under `balance.kind = "aux"`, the layers' auxiliary losses, summed: a mean over the tokens that are no
+    padding, to be added to `loss`, which never holds it. `stream`: what some of the layers leave for those that follow.
     """
 
     logits: Tensor | None

@@ -12,6 +12,7 @@ from atoll.config import ConfigError, ParallelConfig, load_config, to_toml
 from atoll.parallel import check, place
 
 NEAREST = "; the nearest possible layout is "
+FEW = "parallel.pipeline = 2: needs as many micro-batches, stages.0 gives a process 1; set train.micro_batch = 4"
 WRONG: list[tuple[dict[str, Any], int, int | None, str]] = [
     ({"pipeline": 4}, 4, 1, "parallel.pipeline = 4: 4 stages are more than model.num_hidden_layers = 3" + NEAREST + "pipeline = 2, "),
     ({"pipeline": 2, "pipeline_virtual": 2}, 2, 1, "parallel.pipeline_virtual = 2: 4 stages are more than model.num_hidden_layers = 3"),
@@ -19,14 +20,21 @@ WRONG: list[tuple[dict[str, Any], int, int | None, str]] = [
         {"pipeline": 2},
         2,
         None,
-        "parallel.pipeline = 2: needs as many micro-batches, stages.0 gives a process 1; set train.micro_batch = 4" + NEAREST + "pipeline = 1, ",
+        FEW
+        + NEAREST
+        + "pipeline = 1, ",
     ),
-    ({"pipeline": 2}, 2, 8, "parallel.pipeline = 2: needs as many micro-batches, stages.0 gives a process 1; set train.micro_batch = 4"),
+    ({"pipeline": 2}, 2, 8, FEW),
     ({"pipeline": 2, "data_shard": 8}, 16, 1, "parallel.pipeline = 2: needs as many micro-batches, stages.0 gives a process 1" + NEAREST),
     ({"pipeline_virtual": 2}, 1, 1, "parallel.pipeline_virtual = 2: 1 is expected" + NEAREST),
     ({"pipeline": 2, "pipeline_cut": (3,)}, 2, 1, "parallel.pipeline_cut = [3]: 1 ascending layers from 1 to 2 are expected"),
     ({"pipeline": 2, "pipeline_cut": (1, 2)}, 2, 1, "parallel.pipeline_cut = [1, 2]: 1 ascending layers from 1 to 2 are expected"),
-    ({"pipeline": 3}, 2, 1, "parallel.pipeline = 3: pipeline 3 x data_replicate 1 x data_shard 1 x expert 1 x context 1 is for 3 processes"),
+    (
+        {"pipeline": 3},
+        2,
+        1,
+        "parallel.pipeline = 3: pipeline 3 x data_replicate 1 x data_shard 1 x expert 1 x context 1 is for 3",
+    ),
     ({"pipeline": 0}, 1, 1, "parallel.pipeline = 0: 1 or more is expected"),
 ]
 

@@ -167,14 +167,13 @@ class Decoder(nn.Module):
         Of some `layers` alone: `stream` is what those before left; what these leave is returned where others follow. `routing` is theirs.
         """
         layers = range(len(self.layers)) if layers is None else layers
-        if stream is None:
-            stream = Stream((), self.embed_tokens(input_ids) if embeds is None else embeds)
+        flow = stream or Stream((), self.embed_tokens(input_ids) if embeds is None else embeds)
         routes = iter(routing or [])
         for i in layers:
             layer = self.layers[i]
             if self.residual == "block" and (layer.starts_block or i == layers.start):
-                begin = stream.close if layer.starts_block else stream.open
-                stream = begin(self._readers(i, layers.stop), schedule=self.schedule, partial_dtype=self.partial_dtype)
+                begin = flow.close if layer.starts_block else flow.open
+                flow = begin(self._readers(i, layers.stop), schedule=self.schedule, partial_dtype=self.partial_dtype)
             call = {
                 "cu_seqlens": cu_seqlens,
                 "cache": None if cache is None else cache.layers[i],
@@ -182,8 +181,8 @@ class Decoder(nn.Module):
                 "routing": next(routes, None) if layer.block_sparse_moe is not None else None,
                 "probe": probe,
             }
-            stream = self._recomputed(layer, stream, call) if self._recompute(cache) else layer(stream, **call)
-        return self._output(stream, probe) if layers.stop == len(self.layers) else stream.pause()
+            flow = self._recomputed(layer, flow, call) if self._recompute(cache) else layer(flow, **call)
+        return self._output(flow, probe) if layers.stop == len(self.layers) else flow.pause()
 
     def _readers(self, first: int, stop: int) -> list[Reader]:
         """The readers of a block's layers from `first` on and before `stop`, the output's at the last."""

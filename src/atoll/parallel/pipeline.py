@@ -1,22 +1,22 @@
-"""The pipeline axis: the layers are cut into stages, one process or a few chunks of each holds them, and micro-batches pass through.
+"""The pipeline axis: the layers are cut into stages, a process holds one of them or several, and micro-batches pass through.
 
 At a cut the running sum of the current block passes on, and of the bank of finished blocks those that the next process has not seen: each
-keeps, for a micro-batch, the blocks that came to it or were finished on it, for its later chunks. In N tokens of width D, P processes with
-V chunks each send, forward and again backward,
+keeps, for a micro-batch, the blocks that came to it or were finished on it, for its later stages. For N tokens of width D, P processes with
+V stages each send, forward and again backward,
 
-    N D · (sum over stages s = 1 … PV - 1 of  1 + entry(s) - known(s)),    known(s) = exit(s - P), 0 in the first round
+    N D · Σ over stages s = 1 … P V - 1 of (1 + entry(s) - known(s)),    known(s) = exit(s - P), and 0 in the first round,
 
-numbers (`pipeline_order.Stage`); with n blocks a stage never more than N D · (P (P - 1) n / 2 + (V - 1) P² n + P - 1), which is the formula
-of arXiv 2603.15031 §4.1 and the embedding, a source of its own there.
+numbers in all (`pipeline_order.Stage`). With n whole blocks a stage that is at most N D · (P (P - 1) n / 2 + (V - 1) P² n + P - 1): the
+formula of arXiv 2603.15031 §4.1, and the embedding, a source of its own, in the first round.
 
-Gradients of blocks go the same way back. Each process keeps what its chunks owe a block (`_Flight.owed`). A chunk that was sent the block pays
-all of it back to the process it came from; the chunk in which it was finished starts its own backward pass from it. So one sum arrives at
-a block's owner, once. Every chunk reads leaves of its own, detached from what it was given, so no pass runs through another's graph.
+Gradients of blocks go the same way back. A process notes what its stages owe a block (`_Flight.owed`). The stage to which a block was sent
+pays all of it back to the process that sent it; the stage that finished the block starts its own backward pass from it. So one sum arrives
+at a block's owner, once. Every stage reads leaves of its own, detached from what came, so no pass runs through another's graph.
 
-Why `torch.distributed.pipelining` does not drive it: its stages have inputs and outputs of one static shape each, sent to the neighbour alone,
-while here a message depends on what the receiver holds, and later chunks add gradients to what an earlier one received; its schedules cut
-one batch by tensors, while a micro-batch has its own number of documents, and evaluation its own number of tokens; a stage has one loss, at the
-end, while an auxiliary balancing loss belongs to each. The orders are the published ones (`pipeline_order.order`) and equal to its own.
+Why `torch.distributed.pipelining` does not drive it: its stages have inputs and outputs of one static shape each, for the neighbour alone,
+while here a message depends on what the receiver holds, and later stages add gradients to what an earlier one received; its schedules cut
+one batch along its tensors, while each micro-batch has its own number of documents, and each evaluation its own number of tokens; it has
+one loss, at the end, while every stage has its auxiliary balancing loss. The order of work is its own (`pipeline_order.order`).
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ class Pipelined(nn.Module):
 
     # ---------------------------------------------------------------- evaluation
 
-    @torch.inference_mode(False)  # FSDP makes room for the weights at their first use, and room made in that mode cannot be used in training
+    @torch.inference_mode(
+        False
+    )  # FSDP makes room for the weights at their first use, and room made in that mode cannot be used in training
     @torch.no_grad()
     def forward(
         self,

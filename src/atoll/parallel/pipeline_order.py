@@ -6,6 +6,7 @@ that its process does not hold yet: all of them in its first chunk, later the on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,7 +42,7 @@ def order(rank: int, processes: int, chunks: int, micros: int) -> list[Action]:
 def layer_ranges(layers: int, stages: int, cut: Sequence[int] = ()) -> list[range]:
     """The layers of each stage: from each entry of `cut` on, or as many for each as can be."""
     bounds = [0, *cut, layers] if cut else [s * layers // stages for s in range(stages + 1)]
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def bank_size(mode: str, block: int, layer: int) -> int:

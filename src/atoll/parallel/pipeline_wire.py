@@ -32,6 +32,7 @@ class Wire:
         """`rows` to the next process of the ring, or to the one before; `rows` must not change any more."""
         to = self.place + (1 if ahead else -1)
         group = self.groups[ahead, not 0 <= to < self.size]
+        self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]  # gloo says so only when waited for
         self._under_way.append((dist.isend(rows, self.ranks[to % self.size], group=group), rows))
         self.sent_bytes += rows.numel() * rows.element_size()
 
