@@ -103,3 +103,12 @@ def test_a_process_is_sent_what_it_has_not_seen() -> None:
     assert [list(s.arriving) for s in found] == [[], [0, 1], [], [2, 3], [], [4, 5]]
     aligned = stages(layer_ranges(32, 16), 4, "block", 2)  # one block a stage
     assert [len(s.arriving) for s in aligned] == [0, 1, 2, 3, *([3] * 12)]
+
+
+@pytest.mark.parametrize(("processes", "chunks", "blocks"), [(p, v, n) for p in (2, 3, 4) for v in (1, 2, 3) for n in (1, 2)])
+def test_what_is_sent_is_the_published_cost(processes: int, chunks: int, blocks: int) -> None:
+    """arXiv 2603.15031 §4.1, the embedding beside it; and of the blocks of a later hop, all but one of those the receiver finished."""
+    p, v, n = processes, chunks, blocks
+    every = stages(layer_ranges(4 * n * p * v, p * v), p, "block", 4)
+    published = p * (p - 1) // 2 * n + (v - 1) * p * p * n
+    assert sum(1 + len(s.arriving) for s in every[1:]) == published + (p - 1) - (v - 1) * p * (n - 1)

@@ -1,7 +1,7 @@
 """The mesh: which process stands where on which axis, and which layouts there can be.
 
 Ranks are numbered with the expert axis innermost, then context, data_shard and data_replicate, and pipeline outermost: experts exchange
-tokens within a machine as long as they fit into one, and what passes between stages, the least, goes between machines. Every axis but
+tokens within a machine as long as they fit into one, and what passes between stages, little, goes between machines. Every axis but
 context and pipeline has samples of its own, so a step's samples divide by all of those. Weights are cut along context as along data_shard.
 """
 
