@@ -20,9 +20,7 @@ WRONG: list[tuple[dict[str, Any], int, int | None, str]] = [
         {"pipeline": 2},
         2,
         None,
-        FEW
-        + NEAREST
-        + "pipeline = 1, ",
+        FEW + NEAREST + "pipeline = 1, ",
     ),
     ({"pipeline": 2}, 2, 8, FEW),
     ({"pipeline": 2, "data_shard": 8}, 16, 1, "parallel.pipeline = 2: needs as many micro-batches, stages.0 gives a process 1" + NEAREST),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from training import config_for
 
+from atoll.config import load_config
 from atoll.model import Model
 from atoll.nn.block_residual import Stream
 from atoll.parallel.pipeline_order import Action, bank_size, layer_ranges, order, stages
@@ -112,3 +115,14 @@ def test_what_is_sent_is_the_published_cost(processes: int, chunks: int, blocks:
     every = stages(layer_ranges(4 * n * p * v, p * v), p, "block", 4)
     published = p * (p - 1) // 2 * n + (v - 1) * p * p * n
     assert sum(1 + len(s.arriving) for s in every[1:]) == published + (p - 1) - (v - 1) * p * (n - 1)
+
+
+def test_the_page_s_table_is_what_the_cut_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    rows = [tuple(map(int, row)) for row in re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)]
+    assert len(rows) == 5
+    m = load_config("blueprint").model
+    for p, v, sent, naive, largest in rows:
+        every = stages(layer_ranges(m.num_hidden_layers, p * v), p, m.residual, m.attn_res_block_size)[1:]
+        sizes = [1 + len(s.arriving) for s in every]
+        assert (sum(sizes), sum(1 + s.entry for s in every), max(sizes)) == (sent, naive, largest)

@@ -33,30 +33,6 @@ from atoll.parallel.pipeline_order import Action, Stage, order
 from atoll.parallel.pipeline_wire import Wire, stacked
 
 
-class Absent(nn.Module):
-    """Stands where another process holds the module."""
-
-
-def keep_stages(model: Any, mine: Sequence[Stage]) -> None:
-    """Leave `model` with the layers of its own stages, embedding and vision on the first, final norm and head on the last."""
-    decoder = model.language_model.model
-    held = {i for stage in mine for i in stage.layers}
-    numbers = [i for i, layer in enumerate(decoder.layers) if layer.block_sparse_moe is not None]
-    for i in range(len(decoder.layers)):
-        if i not in held:
-            decoder.layers[i] = Absent()
-    if not any(s.first for s in mine):
-        decoder.embed_tokens = Absent()
-        model.vision_tower = model.mm_projector = None
-    if not any(s.last for s in mine):
-        decoder.norm = model.language_model.lm_head = Absent()
-        for name in ("output_attn_res_norm", "output_attn_res_proj"):
-            if hasattr(decoder, name):
-                setattr(decoder, name, Absent())
-    model.balancer.layers = model.moe_layers()
-    model.balancer.numbers = [at for at, layer in enumerate(numbers) if layer in held]
-
-
 @dataclass
 class _Flight:
     """A micro-batch on its way: the finished blocks that this process holds, by number, and what later stages owe them."""
@@ -98,6 +74,7 @@ class Pipelined(nn.Module):
         self.first = mine[0].first
         self._flights: dict[int, _Flight] = {}
         self._passes: dict[tuple[int, int], _Pass] = {}
+        self._due: dict[Action, tuple[Tensor, Any]] = {}
 
     def moe_layers(self) -> list[Any]:
         """Those of this process."""
@@ -116,35 +93,38 @@ class Pipelined(nn.Module):
         be summed and minimised of the model's output on a piece; on each stage those it has.
         """
         self._flights = {m: _Flight() for m in range(len(pieces))}
-        for action in order(self.wire.place, self.wire.size, len(self.mine), len(pieces)):
+        actions = order(self.wire.place, self.wire.size, len(self.mine), len(pieces))
+        self._expect(actions[0], pieces[actions[0].micro].input_ids)
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
             piece = pieces[action.micro]
+            if following is not None:  # so that its message comes while this one is worked on
+                self._expect(following, pieces[following.micro].input_ids)
             with piece.within():
                 if action.forward:
                     self._passes[action.chunk, action.micro] = self._forward(action, piece, objectives)
                 else:
-                    self._backward(action, piece)
+                    self._backward(action)
         self.wire.settle()
 
     def _forward(self, action: Action, piece: Any, objectives: Callable[[Any, Any], list[Tensor]]) -> _Pass:
         stage, flight = self.mine[action.chunk], self._flights[action.micro]
         prefix, leaves, stream = None, {}, None
         if not stage.first:
-            prefix = self._arrive(stage, flight, piece.input_ids).requires_grad_()
+            prefix = self._arrive(action, flight).requires_grad_()
             leaves = {j: flight.blocks[j].detach().requires_grad_() for j in range(stage.entry)}
             stream = Stream(tuple(leaves.values()), prefix)
         out = self.model(piece.input_ids, **piece.call, stream=stream, layers=stage.layers)
         self._leave(stage, flight, out.stream)
         return _Pass(prefix, leaves, out.stream, objectives(out, piece))
 
-    def _backward(self, action: Action, piece: Any) -> None:
+    def _backward(self, action: Action) -> None:
         stage, flight = self.mine[action.chunk], self._flights[action.micro]
         done = self._passes.pop((action.chunk, action.micro))
         roots: list[Tensor] = [*done.losses]
         gradients: list[Tensor | None] = [None] * len(roots)
         if done.stream is not None and done.stream.prefix is not None:
-            arriving = self.every[stage.number + 1].arriving
-            rows = self.wire.receive(self._rows(len(arriving), piece.input_ids), ahead=False)
-            for j, row in zip(arriving, rows[1:], strict=True):
+            rows = self._message(action)
+            for j, row in zip(self.every[stage.number + 1].arriving, rows[1:], strict=True):
                 flight.owe(j, row)
             finished = range(stage.entry, stage.exit)
             roots += [done.stream.prefix, *(done.stream.bank[j] for j in finished)]
@@ -158,15 +138,26 @@ class Pipelined(nn.Module):
         for j in (*stage.arriving, *range(stage.entry, stage.exit)):
             flight.blocks.pop(j, None)
 
-    def _rows(self, blocks: int, input_ids: Tensor) -> Tensor:
-        """Room for a message about tokens `input_ids`: the running sum, then `blocks` blocks."""
-        shape = (1 + blocks, *input_ids.shape, self.config.hidden_size)
-        return torch.empty(shape, dtype=self.dtype, device=input_ids.device)
+    def _expect(self, action: Action, input_ids: Tensor) -> None:
+        """Make room for the message that an action on tokens `input_ids` starts from, if any."""
+        stage = self.mine[action.chunk]
+        if stage.first if action.forward else stage.last:
+            return
+        blocks = (stage if action.forward else self.every[stage.number + 1]).arriving
+        shape = (1 + len(blocks), *input_ids.shape, self.config.hidden_size)
+        rows = torch.empty(shape, dtype=self.dtype, device=input_ids.device)
+        self._due[action] = rows, self.wire.expect(rows, ahead=action.forward)
 
-    def _arrive(self, stage: Stage, flight: _Flight, input_ids: Tensor) -> Tensor:
+    def _message(self, action: Action) -> Tensor:
+        """The message that was expected."""
+        rows, arrived = self._due.pop(action)
+        arrived.wait()
+        return rows
+
+    def _arrive(self, action: Action, flight: _Flight) -> Tensor:
         """Take the message to a stage: its blocks into `flight`, and the running sum."""
-        rows = self.wire.receive(self._rows(len(stage.arriving), input_ids), ahead=True)
-        flight.blocks |= dict(zip(stage.arriving, rows[1:], strict=True))
+        rows = self._message(action)
+        flight.blocks |= dict(zip(self.mine[action.chunk].arriving, rows[1:], strict=True))
         return rows[0]
 
     def _leave(self, stage: Stage, flight: _Flight, stream: Stream | None) -> None:
@@ -195,10 +186,11 @@ class Pipelined(nn.Module):
         """The model's forward, without gradients: its logits and its loss on every process, and `record` whole on each."""
         flight, out, parts = _Flight(), None, []
         length = None if cache is None else cache.length + input_ids.shape[1]
-        for stage in self.mine:
+        for chunk, stage in enumerate(self.mine):
             stream = None
             if not stage.first:
-                prefix = self._arrive(stage, flight, input_ids)
+                self._expect(action := Action(True, chunk, 0), input_ids)
+                prefix = self._arrive(action, flight)
                 stream = Stream(tuple(flight.blocks[j] for j in range(stage.entry)), prefix)
             parts.append(None if record is None else {})
             call = {"labels": labels, "cu_seqlens": cu_seqlens, "cache": cache, "logits": logits, "record": parts[-1]}

@@ -15,7 +15,8 @@ class Wire:
 
     Sending does not wait. Each process works through an order of its own, so messages of two kinds between one pair may be wanted in
     another order than they were sent in, which NCCL, where they stand in one queue, answers by waiting for ever. So each kind has a group
-    of its own: ahead and back, within the ring and around its end. Within a kind both ends have one order.
+    of its own: ahead and back, within the ring and around its end. Within a kind both ends have one order. (A group must not have been
+    bound to its device when it was made, or all its pairs share a queue; torch makes one a pair otherwise.)
     """
 
     def __init__(self, pipelines: Sequence[Sequence[int]]) -> None:
@@ -36,12 +37,11 @@ class Wire:
         self._under_way.append((dist.isend(rows, self.ranks[to % self.size], group=group), rows))
         self.sent_bytes += rows.numel() * rows.element_size()
 
-    def receive(self, rows: Tensor, ahead: bool) -> Tensor:
-        """Fill `rows` with what travels ahead from the process before, or back from the next."""
+    def expect(self, rows: Tensor, ahead: bool) -> Any:
+        """Have `rows` filled with what travels ahead from the process before, or back from the next. The handle's `wait()` says when."""
         source = self.place - (1 if ahead else -1)
         group = self.groups[ahead, not 0 <= source < self.size]
-        dist.recv(rows, self.ranks[source % self.size], group=group)
-        return rows
+        return dist.irecv(rows, self.ranks[source % self.size], group=group)
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""

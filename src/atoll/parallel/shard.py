@@ -28,8 +28,8 @@ from atoll.nn.latent_moe import Experts
 from atoll.parallel.context import Context, cut_context
 from atoll.parallel.experts import share_out
 from atoll.parallel.mesh import Mesh
-from atoll.parallel.pipeline import Absent, Pipelined, keep_stages
-from atoll.parallel.pipeline_order import Stage, layer_ranges, stages
+from atoll.parallel.pipeline import Pipelined
+from atoll.parallel.pipeline_stages import Absent, cut_layers
 from atoll.parallel.pipeline_wire import Wire
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -88,15 +88,15 @@ class Sharded:
                 module.reshard()
 
 
-def shard(model: Any, mesh: Mesh, outputs: type, pipeline: ParallelConfig | None = None) -> Sharded:
-    """Cut `model` (whole, the same on every process) over `mesh`, in place. `outputs`: the dataclass that its forward returns;
-    `pipeline`: how the layers are cut."""
+def shard(model: Any, mesh: Mesh, layout: ParallelConfig, outputs: type) -> Sharded:
+    """Cut `model` (whole, the same on every process) over `mesh`, that of `layout`, in place. `outputs`: the dataclass that its forward
+    returns."""
     for kind in (Stream, outputs):
         _register(kind)
     count, dtypes = model.num_parameters(), {n: p.dtype for n, p in model.named_parameters()}
     shapes = {n: p.shape for n, p in model.named_parameters()}
     compute = model.language_model.lm_head.weight.dtype
-    mine, every = _cut_layers(model, mesh, pipeline or ParallelConfig()) if mesh.pipeline is not None else ([], [])
+    mine, every = ([], []) if mesh.pipeline is None else cut_layers(model, layout, mesh.pipeline.get_local_rank())
     layers = [layer for layer in model.language_model.model.layers if not isinstance(layer, Absent)]
     context = None if mesh.context is None else cut_context(model, mesh.context)
     for moe in model.moe_layers():
@@ -122,17 +122,6 @@ def shard(model: Any, mesh: Mesh, outputs: type, pipeline: ParallelConfig | None
     if mesh.pipeline is not None:
         pipelined = Pipelined(model, mine, every, Wire(mesh.pipelines), mesh.stage, compute)
     return Sharded(model, mesh, *_held(model, mesh, shapes, dtypes), count, context, pipelined)
-
-
-def _cut_layers(model: Any, mesh: Mesh, p: ParallelConfig) -> tuple[list[Stage], list[Stage]]:
-    """Leave `model` with this process's stages: those, and all."""
-    assert mesh.pipeline is not None
-    c, at = model.config, mesh.pipeline.get_local_rank()
-    ranges = layer_ranges(c.num_hidden_layers, p.pipeline * p.pipeline_virtual, p.pipeline_cut)
-    every = stages(ranges, p.pipeline, c.residual, c.attn_res_block_size)
-    mine = every[at :: p.pipeline]
-    keep_stages(model, mine)
-    return mine, every
 
 
 def _held(

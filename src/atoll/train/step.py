@@ -61,7 +61,7 @@ def accumulate(
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
-    balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; a `pipeline` takes none.
+    balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; without `pipeline`.
     Returns the loss (float64 scalar, on the device, without the auxiliary one) and the targets, both of all `ranks`; a cut model's
     gradients are summed over them, a whole one's are those of its own batches.
     """
