@@ -63,8 +63,8 @@ class _Pass:
 class Pipelined(nn.Module):
     """A model of which this process holds some stages, used as the whole one: `forward` evaluates, `run` trains.
 
-    All processes of a pipeline call its methods alike, with the same batches. `mine`: the stages here, of `every` one; `stage_group`: the
-    processes that hold the same layers; `dtype` and `width` of the stream.
+    All processes of a pipeline call its methods alike, with the same batches. `mine`: the stages here, its chunks, of `every` one;
+    `stage_group`: the processes that hold the same layers; `dtype`: of the stream. The state_dict is the inner `model`'s affair.
     """
 
     def __init__(self, model: Any, mine: Sequence[Stage], every: Sequence[Stage], wire: Wire, stage_group: Any, dtype: torch.dtype) -> None:
@@ -170,9 +170,8 @@ class Pipelined(nn.Module):
 
     # ---------------------------------------------------------------- evaluation
 
-    @torch.inference_mode(
-        False
-    )  # FSDP makes room for the weights at their first use, and room made in that mode cannot be used in training
+    # FSDP makes room for weights at their first use: made in inference mode, training could not use it.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def forward(
         self,
