@@ -221,7 +221,9 @@ class ParallelConfig:
     data_shard: int = 1  # processes that share weights, gradients and optimizer state, each on samples of its own
     expert: int = 1  # processes that share the routed experts out among them, each on samples of its own
     context: int = 1  # processes that cut sequences among them, on the same samples
-    pipeline: int = 1  # processes that cut the layers among them (not built yet)
+    pipeline: int = 1  # processes that cut the layers among them, on the same samples; micro-batches pass from one to the next (1F1B)
+    pipeline_virtual: int = 1  # stages of layers that each process of the pipeline holds; from 2 on the schedule is interleaved 1F1B
+    pipeline_cut: tuple[int, ...] = ()  # first layer of every stage but the first, as 3,6,9; empty: as many layers for each
     tensor: int = 1  # processes that cut heads and vocabulary among them (not built yet)
 
 

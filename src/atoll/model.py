@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, validate_model
 from atoll.nn.balancer import Balancer, Reduce
-from atoll.nn.block_residual import DepthProbe
+from atoll.nn.block_residual import DepthProbe, Stream
 from atoll.nn.cache import Cache, empty_cache
 from atoll.nn.carry import SegmentCache
 from atoll.nn.decoder import LanguageModel
@@ -32,7 +32,7 @@ class Output:
     """What a forward pass returns. `loss` is the mean over `num_targets` counted targets; `routing` holds ids [T,k] a MoE layer.
 
     `balance_loss`: in training under `balance.kind = "aux"`, the layers' auxiliary losses, summed: a mean over the tokens that are no
-    padding, to be added to `loss`, which never holds it.
+    padding, to be added to `loss`, which never holds it. `stream`: what some of the layers leave for those that follow.
     """
 
     logits: Tensor | None
@@ -41,6 +41,7 @@ class Output:
     cache: Cache | None
     routing: list[Tensor]
     balance_loss: Tensor | None = None
+    stream: Stream | None = None
 
 
 class Model(nn.Module):
@@ -127,6 +128,8 @@ class Model(nn.Module):
         record: dict[str, Any] | None = None,
         shifted: bool = False,
         embeds: Tensor | None = None,
+        stream: Stream | None = None,
+        layers: range | None = None,
     ) -> Output:
         """Logits [B,T,V] in at least float32, or the loss.
 
@@ -146,6 +149,8 @@ class Model(nn.Module):
                 and "depth_gradients", RMS at each sublayer's output, NaN until a backward pass.
             embeds: [B,T,D], in place of the embedding of `input_ids`: a part of a row whose images were embedded before (`features`,
                 `embed_text`). Not with pixel_values.
+            layers: run these alone, on the `stream` that those before left; without the last of all, the result is a `stream` again.
+                `routing`, `record` and the result's balancing loss are then of these.
         """
         self._check(input_ids, labels, cu_seqlens, cache)
         if embeds is not None and (pixel_values is not None or grid_thws is not None):
@@ -157,22 +162,26 @@ class Model(nn.Module):
             cu_seqlens = None if cu_seqlens is None else layout.bounds(cu_seqlens)
         elif embeds is None and self.vision_tower is not None and (cache is None or input_ids.shape[1] > 1):
             refuse_media(input_ids, self._placeholder())  # a sampled one, fed back alone, is text
-        routes = self._routes(routing)
+        layers = range(self.config.num_hidden_layers) if layers is None else layers
+        routes = self._routes(routing, layers)
         probe = self._start_probes(record)
         mask = input_ids.ne(self.config.pad_token_id) if self.training else None
         call = {"cu_seqlens": cu_seqlens, "cache": cache, "mask": mask, "routing": routes, "probe": probe}
-        hidden = self.language_model.model(input_ids, embeds=embeds, **call)
-        if cache is not None:
+        hidden = self.language_model.model(input_ids, embeds=embeds, stream=stream, layers=layers, **call)
+        if cache is not None and layers.stop == self.config.num_hidden_layers:
             cache.length += input_ids.shape[1]
         if record is not None:
-            self._finish_probes(record, probe or DepthProbe(), routes)
+            self._finish_probes(record, probe or DepthProbe(), routes, layers)
+        extra = [r.balance_loss for r in routes if r.balance_loss is not None]
+        routed = [r.ids for r in routes if r.ids is not None]
+        rest = {"routing": routed, "balance_loss": torch.stack(extra).sum() if extra else None}
+        if isinstance(hidden, Stream):
+            return Output(None, None, None, cache, stream=hidden, **rest)
         loss, count = (None, None) if labels is None else self._loss(hidden, labels if shifted else next_tokens(labels, cu_seqlens))
         if isinstance(logits, Tensor):
             hidden, logits = hidden.index_select(1, logits), True
         scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
-        extra = [r.balance_loss for r in routes if r.balance_loss is not None]
-        routed = [r.ids for r in routes if r.ids is not None]
-        return Output(scores, loss, count, cache, routed, torch.stack(extra).sum() if extra else None)
+        return Output(scores, loss, count, cache, **rest)
 
     def _check(self, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | None) -> None:
         if input_ids.ndim != 2 or not len(input_ids):
@@ -215,13 +224,13 @@ class Model(nn.Module):
         """After a call whose cache says `draft`: of each row only the first `counts` int64 [B] tokens were right, and now count."""
         self.language_model.model.replay(cache, counts)
 
-    def _routes(self, routing: Iterable[Tensor] | None) -> list[Routing]:
-        layers = self.moe_layers()
+    def _routes(self, routing: Iterable[Tensor] | None, layers: range) -> list[Routing]:
+        count = sum(not self.config.is_dense(i) for i in layers)
         if routing is None:
-            return [Routing() for _ in layers]
+            return [Routing() for _ in range(count)]
         routes = [Routing(ids) for ids in routing]
-        if len(routes) != len(layers):
-            raise ValueError(f"routing for {len(routes)} layers: {len(layers)} are expected")
+        if len(routes) != count:
+            raise ValueError(f"routing for {len(routes)} layers: {count} are expected")
         return routes
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -240,16 +249,17 @@ class Model(nn.Module):
                 module.probe = None if record is None else []
         return None if record is None else DepthProbe()
 
-    def _finish_probes(self, record: dict[str, Any], depth: DepthProbe, routes: list[Routing]) -> None:
+    def _finish_probes(self, record: dict[str, Any], depth: DepthProbe, routes: list[Routing], layers: range) -> None:
         c = self.config
-        names = [f"{i}.{part}" for i in range(c.num_hidden_layers) for part in ("attention", "mlp")] + ["output"]
+        last = layers.stop == c.num_hidden_layers
+        names = [f"{i}.{part}" for i in layers for part in ("attention", "mlp")] + ["output"] * last
         if depth.weights:  # the first layer's attention reads the embedding alone: no mix
-            record["depth_weights"] = list(zip(names[1:], depth.weights, strict=True))
+            record["depth_weights"] = list(zip(names[layers.start == 0 :], depth.weights, strict=True))
         record["depth_rms"] = list(zip(names, depth.outputs, depth.sums, strict=False))
         record["depth_gradients"] = list(zip(names, depth.gradients, strict=False))
         record["decay"] = []
-        for i, layer in enumerate(self.language_model.model.layers):
-            mixer = layer.self_attn
+        for i in layers:
+            mixer = self.language_model.model.layers[i].self_attn
             if isinstance(mixer, DeltaAttention) and mixer.probe:
                 record["decay"].append((i, mixer.probe[-1].flatten()))
                 mixer.probe = None

@@ -44,7 +44,6 @@ WRONG = [
     ),
     ({"context": 3}, 3, "parallel.context = 3: ", "does not cut stages.0.length = 16 into even shares", "context = 4 on 4 processes"),
     ({"context": 8}, 8, "parallel.context = 8: ", "longer than a convolution", "expert = 1, context = 4"),
-    ({"pipeline": 2}, 2, "parallel.pipeline = 2: ", "this axis is not built yet; leave it at 1", "data_shard = 2"),
     ({"tensor": 2}, 2, "parallel.tensor = 2: ", "this axis is not built yet", "data_shard = 2"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Any
 
 import numpy as np
@@ -105,10 +106,10 @@ def train(config: Config, ranks: Ranks = ALONE, crowd: bool = False) -> dict[str
 def _off_zero(optimizer: Any) -> None:
     """Depth queries and A_log start at zero, where some gradients vanish by symmetry: move them off it, the same everywhere."""
     held = optimizer.sharded.held if hasattr(optimizer, "sharded") else dict(optimizer.model.named_parameters())
-    generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, p in held.items():
             if "res_proj" in name or name.endswith("A_log"):
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 p += torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3
 
 
@@ -118,8 +119,11 @@ def train_on(config: Config, crowd: bool = False) -> dict[str, Any] | None:
 
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     found = train(config, ranks, crowd)
+    if config.parallel.pipeline > 1:  # each stage has tensors of its own
+        parts = ranks.gather({key: found[key] for key in ("gradients", "weights", "state")})
+        found |= {key: {name: t for part in parts for name, t in part[key].items()} for key in parts[0]}
     return found if ranks.main else None
 
 
-def layout(config: Config, **axes: int) -> Config:
+def layout(config: Config, **axes: Any) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **axes))

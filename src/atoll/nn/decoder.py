@@ -161,13 +161,21 @@ class Decoder(nn.Module):
         routing: list[Routing] | None = None,
         probe: DepthProbe | None = None,
         embeds: Tensor | None = None,
-    ) -> Tensor:
-        """`embeds` [B,T,D] stands in for the embedding of `input_ids`: features of images among it."""
-        stream = Stream((), self.embed_tokens(input_ids) if embeds is None else embeds)
+        stream: Stream | None = None,
+        layers: range | None = None,
+    ) -> Tensor | Stream:
+        """`embeds` [B,T,D] stands in for the embedding of `input_ids`: features of images among it.
+
+        Of some `layers` alone: `stream` is what those before left; what these leave is returned where others follow. `routing` is theirs.
+        """
+        layers = range(len(self.layers)) if layers is None else layers
+        flow = stream or Stream((), self.embed_tokens(input_ids) if embeds is None else embeds)
         routes = iter(routing or [])
-        for i, layer in enumerate(self.layers):
-            if self.residual == "block" and layer.starts_block:
-                stream = stream.close(self._readers(i), schedule=self.schedule, partial_dtype=self.partial_dtype)
+        for i in layers:
+            layer = self.layers[i]
+            if self.residual == "block" and (layer.starts_block or i == layers.start):
+                begin = flow.close if layer.starts_block else flow.open
+                flow = begin(self._readers(i, layers.stop), schedule=self.schedule, partial_dtype=self.partial_dtype)
             call = {
                 "cu_seqlens": cu_seqlens,
                 "cache": None if cache is None else cache.layers[i],
@@ -175,15 +183,15 @@ class Decoder(nn.Module):
                 "routing": next(routes, None) if layer.block_sparse_moe is not None else None,
                 "probe": probe,
             }
-            stream = self._recomputed(layer, stream, call) if self._recompute(cache) else layer(stream, **call)
-        return self._output(stream, probe)
+            flow = self._recomputed(layer, flow, call) if self._recompute(cache) else layer(flow, **call)
+        return self._output(flow, probe) if layers.stop == len(self.layers) else flow.pause()
 
-    def _readers(self, first: int) -> list[Reader]:
-        """The readers of the block that starts at layer `first`, the output's at the last."""
-        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        end = next((i for i in range(first + 1, len(layers)) if layers[i].starts_block), None)
-        readers = [r for layer in layers[first:end] for r in layer.readers()]
-        return readers if end is not None else [*readers, self.output_reader()]
+    def _readers(self, first: int, stop: int) -> list[Reader]:
+        """The readers of a block's layers from `first` on and before `stop`, the output's at the last."""
+        layers = [layer for layer in self.layers[first:stop] if isinstance(layer, DecoderLayer)]
+        end = next((i for i, layer in enumerate(layers) if i and layer.starts_block), None)
+        readers = [r for layer in layers[:end] for r in layer.readers()]
+        return readers if end is not None or stop < len(self.layers) else [*readers, self.output_reader()]
 
     def _recompute(self, cache: Cache | None) -> bool:
         again = cache is None or isinstance(cache, SegmentCache)  # a state that was moved on in place could not be entered twice

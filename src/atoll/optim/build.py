@@ -104,6 +104,7 @@ class ModelOptimizer:
             part.zero_grad()
 
     context: Any = None  # where sequences are cut over processes, `parallel.context.Context`
+    pipeline: Any = None  # where layers are, `parallel.pipeline.Pipelined`
 
     @property
     def num_parameters(self) -> int:

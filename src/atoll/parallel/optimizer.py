@@ -22,7 +22,7 @@ class ShardedOptimizer(ModelOptimizer):
     def __init__(
         self, sharded: Sharded, ranks: Ranks, config: OptimConfig, shapes: ModelConfig, ns_dtype: torch.dtype | None = None
     ) -> None:
-        self.sharded, self.ranks, self.context = sharded, ranks, sharded.context
+        self.sharded, self.ranks, self.context, self.pipeline = sharded, ranks, sharded.context, sharded.pipeline
         self._group = sharded.mesh.dense.get_group("data")
         self._names = {m: n for n, m in sharded.model.named_modules()}
         heights: dict[Tensor, int] = {sharded.held[n]: cut.shape[0] for n, cut in sharded.cuts.items() if len(cut.shape) == 2}
@@ -38,17 +38,20 @@ class ShardedOptimizer(ModelOptimizer):
         self._sum(whole)
         squares = get_total_norm([p.grad for n, p in held.items() if n in cuts and p.grad is not None]).double().square()
         torch.distributed.all_reduce(squares, group=self._group)
-        norm = (squares + get_total_norm(whole).double().square()).sqrt()
+        squares += get_total_norm(whole).double().square()
+        if (pipeline := self.sharded.mesh.pipeline) is not None:
+            torch.distributed.all_reduce(squares, group=pipeline.get_group())
+        norm = squares.sqrt()
         self.ranks.from_main_(norm)  # replicas may differ in the last bit; what follows must not
         clip_grads_with_norm_(held.values(), self.config.grad_clip, norm)
         return norm
 
     def _sum(self, gradients: list[Tensor]) -> None:
-        """Sum whole gradients over the processes: one collective a type."""
+        """Sum whole gradients over the processes that hold the same layers: one collective a type."""
         for dtype in sorted({g.dtype for g in gradients}, key=str):
             alike = [g for g in gradients if g.dtype == dtype]
             flat = torch.cat([g.reshape(-1) for g in alike])
-            self.ranks.sum_(flat)
+            torch.distributed.all_reduce(flat, group=self.sharded.mesh.stage)
             for g, part in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
                 g.copy_(part.view_as(g))
 
@@ -58,7 +61,7 @@ class ShardedOptimizer(ModelOptimizer):
         if not seen:
             return
         pooled = torch.cat([layer.max_norms for layer in seen], 1)
-        self.ranks.max_(pooled)
+        torch.distributed.all_reduce(pooled, torch.distributed.ReduceOp.MAX, group=self.sharded.mesh.stage)
         for layer, norms in zip(seen, pooled.split([layer.num_heads for layer in seen], 1), strict=True):
             layer.max_norms = norms
             assert self.config.qk_clip is not None

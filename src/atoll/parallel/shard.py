@@ -22,11 +22,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.export import register_dataclass
 
+from atoll.config import ParallelConfig
 from atoll.nn.block_residual import Stream
 from atoll.nn.latent_moe import Experts
 from atoll.parallel.context import Context, cut_context
 from atoll.parallel.experts import share_out
 from atoll.parallel.mesh import Mesh
+from atoll.parallel.pipeline import Pipelined
+from atoll.parallel.pipeline_stages import Absent, cut_layers
+from atoll.parallel.pipeline_wire import Wire
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -56,6 +60,7 @@ class Sharded:
     cuts: dict[str, Cut]
     num_parameters: int  # of the whole model, as a checkpoint stores them
     context: Context | None
+    pipeline: Pipelined | None  # the model as it is called where its layers are cut among processes
 
     def wrap(self, name: str, local: Tensor) -> Tensor:
         """A tensor that goes with the parameter `name` (its gradient, its momentum), as a DTensor when that is cut."""
@@ -83,19 +88,21 @@ class Sharded:
                 module.reshard()
 
 
-def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
-    """Cut `model` (whole, the same on every process) over `mesh`, in place. `outputs`: the dataclass that its forward returns."""
+def shard(model: Any, mesh: Mesh, layout: ParallelConfig, outputs: type) -> Sharded:
+    """Cut `model` (whole, the same on every process) over `mesh`, that of `layout`, in place. `outputs`: the dataclass that its forward
+    returns."""
     for kind in (Stream, outputs):
         _register(kind)
     count, dtypes = model.num_parameters(), {n: p.dtype for n, p in model.named_parameters()}
     shapes = {n: p.shape for n, p in model.named_parameters()}
-    layers = model.language_model.model.layers
+    compute = model.language_model.lm_head.weight.dtype
+    mine, every = ([], []) if mesh.pipeline is None else cut_layers(model, layout, mesh.pipeline.get_local_rank())
+    layers = [layer for layer in model.language_model.model.layers if not isinstance(layer, Absent)]
     context = None if mesh.context is None else cut_context(model, mesh.context)
     for moe in model.moe_layers():
         if mesh.expert_size > 1:
             share_out(moe, mesh.whole["expert"])
     whole = {p for n, p in model.named_parameters() if not _is_cut(n, p)}
-    compute = next(dtypes[n] for n, p in model.named_parameters() if p not in whole)
     for p in model.parameters():
         if p not in whole and p.dtype in LOW_PRECISION:
             p.data = p.data.float()
@@ -111,7 +118,10 @@ def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
             module.set_gradient_divide_factor(1.0)  # the loss is divided by all processes' targets already
             module.set_force_sum_reduction_for_comms(True)
     model.register_forward_hook(_let_go)
-    return Sharded(model, mesh, *_held(model, mesh, shapes, dtypes), count, context)
+    pipelined = None
+    if mesh.pipeline is not None:
+        pipelined = Pipelined(model, mine, every, Wire(mesh.pipelines), mesh.stage, compute)
+    return Sharded(model, mesh, *_held(model, mesh, shapes, dtypes), count, context, pipelined)
 
 
 def _held(

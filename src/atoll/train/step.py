@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,18 @@ def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> li
     return [make_batch(sampler, first + i, min(size, count - i)) for i in range(0, count, size)]
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What this process computes of a micro-batch, on the device: the model's arguments, a context for both of its passes, and the weight
+    in the step's loss of its own loss and of its auxiliary one."""
+
+    input_ids: Tensor
+    call: dict[str, Any]
+    within: Callable[[], contextlib.AbstractContextManager[Any]]
+    share: float
+    balance_share: float
+
+
 def accumulate(
     model: nn.Module,
     batches: Sequence[Batch],
@@ -45,34 +58,57 @@ def accumulate(
     ranks: Ranks = ALONE,
     context: Any = None,
     segments: Segments | None = None,
+    pipeline: Any = None,
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
     balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; `segments`
-    computes each row a segment at a time. Returns the loss (float64 scalar, on the device, without the auxiliary one) and the targets,
-    both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own batches.
+    computes each row a segment at a time; both without `pipeline`. Returns the loss (float64 scalar, on the device, without the
+    auxiliary one) and the targets, both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own
+    batches.
     """
     device = next(model.parameters()).device
-    pieces = [_piece(b, context) for b in batches]
-    counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
-    tokens = [int((ids != model.config.pad_token_id).sum()) for ids, _, _, _ in pieces]  # pyright: ignore
-    whole = Weights(*ranks.totals([sum(counts), sum(tokens)]))
+    pieces, whole = _pieces(batches, device, ranks, context, pipeline, model.config.pad_token_id)  # pyright: ignore
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for i, ((*tensors, options), count) in enumerate(zip(pieces, counts, strict=True)):
-        ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
+
+    def objectives(out: Any, piece: Piece) -> list[Tensor]:
+        shares = [] if out.loss is None else [out.loss * piece.share]
+        for share in shares:
+            loss.add_(share.detach())
+        return shares if out.balance_loss is None else [*shares, out.balance_loss * piece.balance_share]
+
+    if pipeline is not None:
+        assert routing is None
+        assert segments is None
+        pipeline.run(pieces, objectives)
+    for i, piece in enumerate(pieces if pipeline is None else ()):
         if segments is not None:
-            loss += accumulate_rows(model, ids, labels, bounds, segments, whole)
+            loss += accumulate_rows(model, piece.input_ids, piece.call["labels"], piece.call["cu_seqlens"], segments, whole)
             continue
         forced = {} if routing is None else {"routing": routing[i]}
-        with contextlib.nullcontext() if context is None else context.taking(batches[i].cu_seqlens.tolist()):
-            out = model(ids, labels=labels, cu_seqlens=bounds, **options, **forced)
-            share = out.loss * (count / max(1, whole.targets))
-            extra = 0.0 if out.balance_loss is None else out.balance_loss * (tokens[i] / max(1, whole.tokens))
-            (share + extra).backward()
-        loss += share.detach()
+        with piece.within():
+            torch.autograd.backward(objectives(model(piece.input_ids, **piece.call, **forced), piece))
     ranks.sum_(loss)
     return loss, whole.targets
+
+
+def _pieces(
+    batches: Sequence[Batch], device: torch.device, ranks: Ranks, context: Any, pipeline: Any, pad: int
+) -> tuple[list[Piece], Weights]:
+    """The pieces of a step, and what the losses of all `ranks` are divided by."""
+    pieces = [_piece(b, context) for b in batches]
+    counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
+    tokens = [int((ids != pad).sum()) for ids, _, _, _ in pieces]
+    once = pipeline is None or pipeline.first  # every stage reads the batches, one counts them
+    whole = Weights(*ranks.totals([sum(counts) * once, sum(tokens) * once]))
+    made = []
+    for batch, (*tensors, options), count, number in zip(batches, pieces, counts, tokens, strict=True):
+        ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
+        within = contextlib.nullcontext if context is None else functools.partial(context.taking, batch.cu_seqlens.tolist())
+        call = {"labels": labels, "cu_seqlens": bounds, **options}
+        made.append(Piece(ids, call, within, count / max(1, whole.targets), number / max(1, whole.tokens)))
+    return made, whole
 
 
 def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -102,14 +138,14 @@ def train_step(
     """
     model.train()
     optimizer.zero_grad()
-    context = optimizer.context
-    loss, targets = accumulate(model, batches, ranks=ranks, context=context, segments=segments)
+    context, pipeline = optimizer.context, optimizer.pipeline
+    loss, targets = accumulate(model, batches, ranks=ranks, context=context, pipeline=pipeline, segments=segments)
     ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
     optimizer.step(lr, skip)
     balance = model.balance_step(ranks.group, skip)
-    mine = sum(b.num_bytes for b in batches) if context is None or context.rank == 0 else 0
+    mine = sum(b.num_bytes for b in batches) if (context is None or context.rank == 0) and (pipeline is None or pipeline.first) else 0
     num_bytes = ranks.totals([mine])[0]
     numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
     return StepResult(numbers, targets, num_bytes, balance)

@@ -238,7 +238,7 @@ class Trainer:
         if found is not None:
             path, meta = found
             tensors = self.tensors()
-            checkpoint.load(path, tensors)
+            checkpoint.load(path, tensors, ranks=self.ranks)
             states = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
             checkpoint.set_rng_state(states, self.device)
             self.step = int(meta["step"])
