@@ -198,6 +198,13 @@ def test_forks_draw_apart_and_share_the_prompt(model):
     assert e.stats()["prefilled"] == 150 + 3 * 22
 
 
+def test_a_fork_shares_no_grammar(model):
+    e = engine(model)
+    with pytest.raises(UserError, match="constraint"):
+        e.fork(ask(prompt(5), constraint=object()), 2)
+    assert e.idle()
+
+
 def test_a_failing_call_leaves_nothing_half_written(model, monkeypatch):
     e = engine(model)
     e.submit(ask(prompt(70), 10))

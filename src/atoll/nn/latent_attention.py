@@ -74,7 +74,7 @@ class LatentAttention(nn.Module):
                 nn.init.ones_(module.weight)
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | LatentRows | LatentCarry | None = None
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | LatentCarry | LatentRows | None = None
     ) -> Tensor:
         q = self._queries(x)
         rows = self._latent_rows(x)
@@ -90,7 +90,14 @@ class LatentAttention(nn.Module):
         if cache is not None:
             offset = cache.length
             rows = cache.append(rows)
-        return self._output(x, self._whole(q, rows, offset, cu_seqlens))
+        if offset and x.shape[1] == 1:
+            out = self._absorbed(q, rows)
+        else:
+            k, v = self._expand(rows)
+            if self.track_max_logit and self.training:
+                self._note_norms(q, k)
+            out = causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
+        return self._output(x, out)
 
     def _output(self, x: Tensor, out: Tensor) -> Tensor:
         out = out.flatten(2)
@@ -110,15 +117,6 @@ class LatentAttention(nn.Module):
             rest = torch.tensor([b - n for b in bounds[1:]], device=q.device)
             outs.append(causal_attention(q[:, n:], k[:, before + n :], v[:, before + n :], scale=self.scale, cu_seqlens=rest))
         return torch.cat(outs, 1)
-
-    def _whole(self, q: Tensor, rows: Tensor, offset: int, cu_seqlens: Tensor | None) -> Tensor:
-        """Attention over rows [B,offset+T,kv_lora+rope] of sequences of one length. [B,T,H,v]"""
-        if offset and q.shape[1] == 1:
-            return self._absorbed(q, rows)
-        k, v = self._expand(rows)
-        if self.track_max_logit and self.training:
-            self._note_norms(q, k)
-        return causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
 
     def _queries(self, x: Tensor) -> Tensor:
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))

@@ -76,11 +76,11 @@ class ContextDelta(DeltaAttention):
 
     context: Context
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaRows | DeltaCarry | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | DeltaRows | None = None) -> Tensor:
         share = self.context.share
         if share is None:
             return super().forward(x, cu_seqlens=cu_seqlens, cache=cache)
-        q, k, v = self._convolved(x, cu_seqlens, self._window(x, share), x.shape[1])
+        q, k, v = self._convolved(x, cu_seqlens, self._window(x, share))
         shape = q.shape
         parts = [q, k, v, self.f_b_proj(self.f_a_proj(x)).view(shape), self.b_proj(x)]
         out = self._attend(parts, share, cu_seqlens)
