@@ -108,7 +108,7 @@ class Model(nn.Module):
         return sum(p.numel() for p in self.parameters()) + biases
 
     def new_cache(self, batch: int) -> Cache:
-        """An empty cache for `batch` sequences that advance together."""
+        """An empty cache for `batch` sequences that advance together (what holds others: `atoll.nn.pooled_cache`)."""
         return empty_cache(batch, [self.config.is_kda(i) for i in range(self.config.num_hidden_layers)])
 
     # -------------------------------------------------- forward
@@ -121,9 +121,10 @@ class Model(nn.Module):
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
         cache: Cache | None = None,
-        logits: bool | None = None,
+        logits: bool | Tensor | None = None,
         routing: Iterable[Tensor] | None = None,
         record: dict[str, Any] | None = None,
+        embeds: Tensor | None = None,
     ) -> Output:
         """Logits [B,T,V] in at least float32, or the loss.
 
@@ -136,20 +137,23 @@ class Model(nn.Module):
                 or one an image: then the row grows in place, and logits, routing, cache and documents with it.
                 With images a padding token embeds to zero, as in the hub's own merge.
             cache: from `new_cache`; moved on in place.
-            logits: whether to return logits; by default when there are no labels.
+            logits: whether to return logits, by default when there are no labels; or int64 [n], the positions to return them at.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
             record: a dict to fill with probes: "depth_weights", "depth_rms" (output and running sum of each sublayer), "decay", "load",
                 and "depth_gradients", RMS at each sublayer's output, NaN until a backward pass.
+            embeds: [B,T,D], in place of the embedding of `input_ids`: a part of a row whose images were embedded before (`features`,
+                `embed_text`). Not with pixel_values.
         """
         self._check(input_ids, labels, cu_seqlens, cache)
-        embeds = None
+        if embeds is not None and (pixel_values is not None or grid_thws is not None):
+            raise ValueError("embeds and pixel_values: the images are in the one or come as the other; give one of the two")
         if pixel_values is not None or grid_thws is not None:
             layout, embeds = self._merge(input_ids, pixel_values, grid_thws)
             input_ids = layout.fill(input_ids, self._placeholder())
             labels = None if labels is None else layout.fill(labels, IGNORE)
             cu_seqlens = None if cu_seqlens is None else layout.bounds(cu_seqlens)
-        elif self.vision_tower is not None and (cache is None or input_ids.shape[1] > 1):  # a sampled one, fed back alone, is text
-            refuse_media(input_ids, self._placeholder())
+        elif embeds is None and self.vision_tower is not None and (cache is None or input_ids.shape[1] > 1):
+            refuse_media(input_ids, self._placeholder())  # a sampled one, fed back alone, is text
         routes = self._routes(routing)
         probe = self._start_probes(record)
         mask = input_ids.ne(self.config.pad_token_id) if self.training else None
@@ -160,6 +164,8 @@ class Model(nn.Module):
         if record is not None:
             self._finish_probes(record, probe or DepthProbe(), routes)
         loss, count = (None, None) if labels is None else self._loss(hidden, labels, cu_seqlens)
+        if isinstance(logits, Tensor):
+            hidden, logits = hidden.index_select(1, logits), True
         scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
         extra = [r.balance_loss for r in routes if r.balance_loss is not None]
         routed = [r.ids for r in routes if r.ids is not None]
@@ -183,16 +189,28 @@ class Model(nn.Module):
 
     def _merge(self, input_ids: Tensor, pixel_values: Tensor | None, grid_thws: Tensor | None) -> tuple[MediaLayout, Tensor]:
         """Where text and features go, and the input embeddings [B,T',D] of both together."""
-        if self.vision_tower is None or self.mm_projector is None:
+        if self.vision_tower is None:
             raise ValueError("pixel_values: this model has no vision tower; build it with model.vision set, or load a folder that has one")
         if pixel_values is None or grid_thws is None:
             raise ValueError(f"{'pixel_values' if pixel_values is None else 'grid_thws'} is missing: images come as both of the two")
         self.vision_tower.grids(pixel_values, grid_thws)
         layout = place_media(input_ids, self.vision_tower.feature_lengths(grid_thws), self._placeholder())
-        features = self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+        return layout, layout.merge(self.embed_text(input_ids), self.features(pixel_values, grid_thws))
+
+    def features(self, pixel_values: Tensor, grid_thws: Tensor) -> Tensor:
+        """The images' input embeddings [M,D], one after the other; needs a vision tower."""
+        assert self.vision_tower is not None
+        assert self.mm_projector is not None
+        return self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+
+    def embed_text(self, input_ids: Tensor) -> Tensor:
+        """Input embeddings [B,T,D] of text beside images: padding is zero."""
         text = self.language_model.model.embed_tokens(input_ids)
-        text = text.masked_fill(input_ids.eq(self.config.pad_token_id).unsqueeze(-1), 0)
-        return layout, layout.merge(text, features)
+        return text.masked_fill(input_ids.eq(self.config.pad_token_id).unsqueeze(-1), 0)
+
+    def replay(self, cache: Cache, counts: Tensor) -> None:
+        """After a call whose cache says `draft`: of each row only the first `counts` int64 [B] tokens were right, and now count."""
+        self.language_model.model.replay(cache, counts)
 
     def _routes(self, routing: Iterable[Tensor] | None) -> list[Routing]:
         layers = self.moe_layers()

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.config import BalanceConfig, ModelConfig
 from atoll.nn.block_residual import DepthProbe, Reader, Schedule, Stream, read
-from atoll.nn.cache import Cache, DeltaState, LatentState
+from atoll.nn.cache import Cache, LayerCache
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_attention import LatentAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
 from atoll.nn.linear import Linear, RMSNorm, Weight
 from atoll.nn.mlp import GatedMLP
+from atoll.nn.pooled_cache import DeltaRows
 
 
 def build_mixer(c: ModelConfig, layer: int, **factory) -> DeltaAttention | LatentAttention:
@@ -95,7 +96,7 @@ class DecoderLayer(nn.Module):
         stream: Stream,
         *,
         cu_seqlens: Tensor | None = None,
-        cache: DeltaState | LatentState | None = None,
+        cache: LayerCache | None = None,
         mask: Tensor | None = None,
         routing: Routing | None = None,
         probe: DepthProbe | None = None,
@@ -193,6 +194,13 @@ class Decoder(nn.Module):
         out = checkpoint(layer, stream, use_reentrant=False, preserve_rng_state=False, **call)
         assert isinstance(out, Stream)
         return out
+
+    def replay(self, cache: Cache, counts: Tensor) -> None:
+        """Make a draft's first `counts` int64 [B] tokens count in every KDA layer; see `DeltaRows`."""
+        for layer, state in zip(self.layers, cache.layers, strict=True):
+            mixer = layer.self_attn
+            if isinstance(mixer, DeltaAttention) and isinstance(state, DeltaRows):
+                mixer.replay(state, counts)
 
     def output_reader(self) -> Reader:
         return Reader(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight, self.eps)

@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 from atoll.nn.cache import LatentState
 from atoll.nn.linear import Linear, RMSNorm
+from atoll.nn.pooled_cache import LatentRows
 from atoll.ops.attention import causal_attention, latent_attention_step
+from atoll.ops.paged_attention import paged_latent_attention
 
 
 class LatentAttention(nn.Module):
     """Causal softmax attention, [B,T,dim] to [B,T,dim].
 
-    The cache holds kv_lora_rank + rope_dim values a token. Whole sequences expand it to keys and values; a single new token
-    uses the absorbed form, which never does. The `rope_dim` channels are a key shared by all heads; they are never rotated
-    and count in the scale. Packed documents: B = 1 and `cu_seqlens` [N+1].
+    The cache holds kv_lora_rank + rope_dim values a token. Whole sequences expand it to keys and values; a single new token, and
+    any tokens of rows in a pool (`LatentRows`), use the absorbed form, which never does. The `rope_dim` channels are a key shared
+    by all heads; they are never rotated and count in the scale. Packed documents: B = 1 and `cu_seqlens` [N+1].
 
     Args:
         dim: width of the input. num_heads: H. q_lora_rank: rank of the query, or None for a direct projection.
@@ -68,24 +70,30 @@ class LatentAttention(nn.Module):
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | LatentRows | None = None) -> Tensor:
         q = self._queries(x)
         rows = self._latent_rows(x)
-        offset = 0
-        if cache is not None:
-            offset = cache.length
-            rows = cache.append(rows)
-        if offset and x.shape[1] == 1:
-            out = self._absorbed(q, rows)
+        if isinstance(cache, LatentRows):
+            out = self._paged(q, rows, cache)
         else:
-            k, v = self._expand(rows)
-            if self.track_max_logit:
-                self._note_max_logit(q, k)
-            out = causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
+            offset = 0
+            if cache is not None:
+                offset = cache.length
+                rows = cache.append(rows)
+            out = self._whole(q, rows, offset, cu_seqlens)
         out = out.flatten(2)
         if self.g_proj is not None:
             out = out * torch.sigmoid(self.g_proj(x))
         return self.o_proj(out.to(x.dtype))
+
+    def _whole(self, q: Tensor, rows: Tensor, offset: int, cu_seqlens: Tensor | None) -> Tensor:
+        """Attention over rows [B,offset+T,kv_lora+rope] of sequences of one length. [B,T,H,v]"""
+        if offset and q.shape[1] == 1:
+            return self._absorbed(q, rows)
+        k, v = self._expand(rows)
+        if self.track_max_logit:
+            self._note_max_logit(q, k)
+        return causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
 
     def _queries(self, x: Tensor) -> Tensor:
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
@@ -105,14 +113,25 @@ class LatentAttention(nn.Module):
 
     def _absorbed(self, q: Tensor, rows: Tensor) -> Tensor:
         """One new token against cached rows, keys and values never formed. [B,1,H,v]"""
+        q_latent, q_pe, w_v = self._absorb(q)
+        latent, k_pe = rows.split([self.kv_lora_rank, self.rope_dim], -1)
+        lengths = torch.full((q.shape[0],), rows.shape[1], device=q.device)
+        context = latent_attention_step(q_latent, q_pe, latent, k_pe, lengths, scale=self.scale)
+        return torch.einsum("bthc,hvc->bthv", context.to(w_v.dtype), w_v)
+
+    def _paged(self, q: Tensor, rows: Tensor, cache: LatentRows) -> Tensor:
+        """New tokens [B,T] of rows of different lengths against their pages. [B,T,H,v]"""
+        q_latent, q_pe, w_v = self._absorb(q)
+        lengths, query = cache.append(rows), torch.cat([q_latent, q_pe], -1)
+        context, _ = paged_latent_attention(query, cache.pages, cache.table, lengths, width=self.kv_lora_rank, scale=self.scale)
+        return torch.einsum("bthc,hvc->bthv", context.to(w_v.dtype), w_v)
+
+    def _absorb(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries in the latent's space [B,T,H,kv_lora], those of the shared key, and the weights from context to values [H,v,kv_lora]."""
         weight = self.kv_b_proj.weight.view(self.num_heads, self.nope_dim + self.v_dim, self.kv_lora_rank)
         w_k, w_v = weight.split([self.nope_dim, self.v_dim], 1)
         q_nope, q_pe = q.split([self.nope_dim, self.rope_dim], -1)
-        latent, k_pe = rows.split([self.kv_lora_rank, self.rope_dim], -1)
-        lengths = torch.full((q.shape[0],), rows.shape[1], device=q.device)
-        q_latent = torch.einsum("bthn,hnc->bthc", q_nope, w_k)
-        context = latent_attention_step(q_latent, q_pe, latent, k_pe, lengths, scale=self.scale)
-        return torch.einsum("bthc,hvc->bthv", context.to(w_v.dtype), w_v)
+        return torch.einsum("bthn,hnc->bthc", q_nope, w_k), q_pe, w_v
 
     @torch.no_grad()
     def _note_max_logit(self, q: Tensor, k: Tensor) -> None:
