@@ -30,7 +30,7 @@ async def chat(service: Service, body: ChatRequest, salt: str, receive: Any) -> 
     prompt, grammar = await in_thread(_prepare, service, body, options, salt)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     room = service.room(len(prompt.ids), asked, "messages")
-    job = await service.start([_request(service, body, prompt, room, grammar, i) for i in range(body.n)], arrived)
+    job = await service.start([_request(service, body, prompt, room, grammar, salt, i) for i in range(body.n)], arrived)
     for how, count in prompt.history.items():
         service.metrics.history.add(count, message=how)
     answer = Chat(service, body, prompt, options.thinking, job)
@@ -71,7 +71,7 @@ def _prepare(service: Service, body: ChatRequest, options: Options, salt: str) -
     return prompt, service.grammars.compile(wish, options.thinking)
 
 
-def _request(service: Service, body: ChatRequest, prompt: Prompt, room: int, grammar: Grammar | None, choice: int) -> Request:
+def _request(service: Service, body: ChatRequest, prompt: Prompt, room: int, grammar: Grammar | None, salt: str, choice: int) -> Request:
     stops = {service.model.eos_token_id, service.tokenizer.special["<|end_of_msg|>"], *(body.stop_token_ids or [])}
     return Request(
         prompt.ids,
@@ -80,7 +80,7 @@ def _request(service: Service, body: ChatRequest, prompt: Prompt, room: int, gra
         frozenset(stops),
         top_logprobs=body.top_logprobs or 0 if body.logprobs else 0,
         turns=prompt.turns,
-        salt=prompt.salt,
+        salt=salt,
         constraint=grammar.copy() if grammar is not None else None,
         pixel_values=prompt.pixel_values,
         grid_thws=prompt.grid_thws,

@@ -71,7 +71,7 @@ def _request(service: Service, body: CompletionRequest, ids: list[int], salt: st
     room = service.room(len(ids), 16 if body.max_tokens is None else body.max_tokens, "prompt")
     return Request(
         ids,
-        max(room, 1),  # the prompt's log-probabilities come with a step
+        room,
         body.sampling(choice),
         frozenset({service.model.eos_token_id, *(body.stop_token_ids or [])}),
         top_logprobs=body.logprobs or 0,
@@ -114,7 +114,7 @@ class Completion:
         for entry, choice in zip(choices, self.choices, strict=True):
             entry["finish_reason"] = choice.reader.ending.finish
             if self.body.return_token_ids:
-                entry |= {"prompt_token_ids": choice.prompt, "token_ids": self._kept(choice.reader.ids)}
+                entry |= {"prompt_token_ids": choice.prompt, "token_ids": choice.reader.ids}
         return {**self.head, "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -142,10 +142,7 @@ class Completion:
         reader = self.choices[index].reader
         text, tokens = reader.feed(step)
         self.job.note(index, reader.ending)
-        return ("", []) if self.body.max_tokens == 0 else (text, tokens)
-
-    def _kept(self, ids: list[int]) -> list[int]:
-        return [] if self.body.max_tokens == 0 else ids
+        return text, tokens
 
     def _prompt(self, choice: Choice) -> str:
         return choice.echoed if self.body.echo else ""
@@ -170,7 +167,7 @@ class Completion:
 
     def _chunk(self, index: int, text: str, tokens: list[Token], finish: str | None = None, ids: Any = ()) -> dict[str, Any]:
         entry = {**self._entry(index, text, tokens), "finish_reason": finish}
-        entry |= {"token_ids": self._kept(list(ids))} if self.body.return_token_ids else {}
+        entry |= {"token_ids": list(ids)} if self.body.return_token_ids else {}
         out = {**self.head, "choices": [entry]}
         return {**out, "usage": None} if self.body.usage_wanted() else out
 

@@ -74,7 +74,7 @@ class Grammars:
         except ImportError:
             self._library = None
             return
-        self._library, self._vocabulary, self._max_schema = llguidance, vocabulary, max_schema
+        self._library, self._vocabulary, self._max_schema, self._special = llguidance, vocabulary, max_schema, tuple(tokenizer.special)
         self._tokenizer = llguidance.LLTokenizer(tokenizer.guarded_text(), n_vocab=vocabulary, eos_token=eos)
         self._limits = llguidance.LLParserLimits(**LIMITS)
 
@@ -90,8 +90,11 @@ class Grammars:
         """
         if self._library is None:
             raise ApiError(501, "response_format and strict tools need llguidance on the server: pip install 'atoll[grammar]'")
-        size = len(json.dumps([wish.schema, wish.tools]))
-        where = "response_format" if wish.schema is not None else "tools"
+        text = json.dumps([wish.schema, wish.tools], ensure_ascii=False)
+        size, where = len(text.encode("utf-8", "replace")), "response_format" if wish.schema is not None else "tools"
+        spelt = next((name for name in self._special if name in text), None)
+        if spelt is not None:  # the library would make the marker of it
+            raise bad_request(f"the schema spells {spelt}, which is a marker of the chat format", where, "invalid_schema")
         if size > self._max_schema or len(wish.tools) > MOST_TOOLS:
             raise bad_request(
                 f"schemas of {size:,} bytes and {len(wish.tools)} tools: {self._max_schema:,} and {MOST_TOOLS} at most", where
@@ -148,10 +151,11 @@ def lark(wish: Wanted, thinking: bool) -> str:
 def _tool(i: int, tool: dict[str, Any], calls: int) -> list[str]:
     """Rules of a tool: its call at each number, and its arguments: every required one, the others or not, in the schema's order."""
     parameters = tool.get("parameters") or {}
-    properties = parameters.get("properties") or {}
-    if not isinstance(properties, dict):
-        raise bad_request(f"tools: {short(tool.get('name'))} has properties that are no object", "tools")
-    required, rules, sequence = set(parameters.get("required") or []), [], []
+    properties = parameters.get("properties") or {} if isinstance(parameters, dict) else None
+    required = parameters.get("required") or [] if isinstance(parameters, dict) else None
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise bad_request(f"tools: the parameters of {short(tool.get('name'))} are no JSON schema of an object", "tools")
+    rules, sequence = [], []
     for j, (key, schema) in enumerate(properties.items()):
         sequence.append(f"arg_{i}_{j}" + ("" if key in required else "?"))
         rules += _argument(f"arg_{i}_{j}", key, schema, {k: v for k, v in parameters.items() if k in ("$defs", "definitions")})

@@ -92,7 +92,7 @@ class Guard:
 def _name(host: str) -> str:
     """A Host header without its port, in small letters."""
     host = host.lower()
-    return host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
 
 
 def _replay(body: bytes, receive: Any) -> Any:

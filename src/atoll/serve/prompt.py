@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,14 +37,13 @@ class Options:
 class Prompt:
     """A conversation up to where the model goes on.
 
-    `turns` are the positions after its messages. `place` names the place of the answer in the `Memory`; `salt` also tells its images.
+    `turns` are the positions after its messages. `place` names the place of the answer in the `Memory`.
     `history` counts the assistant's messages by how they were found.
     """
 
     ids: list[int]
     turns: tuple[int, ...]
     place: bytes
-    salt: str
     history: dict[str, int] = field(default_factory=dict)
     pixel_values: Tensor | None = None
     grid_thws: Tensor | None = None
@@ -87,11 +85,10 @@ def build_prompt(
         place.add(group)
         ids += group
         turns.append(len(ids))
-    made = Prompt(ids, tuple(turns[:-1]), key, salt, history)
+    made = Prompt(ids, tuple(turns[:-1]), key, history)
     if pictures:
         made.pixel_values = torch.cat([p.patches for p in pictures])
         made.grid_thws = torch.tensor([p.grid for p in pictures])
-        made.salt += "/" + hashlib.blake2b(b"".join(p.digest for p in pictures), digest_size=16).hexdigest()
     return made
 
 

@@ -13,6 +13,7 @@ from atoll.infer.request import Request, Step
 from atoll.serve.errors import ApiError
 
 log = logging.getLogger("atoll.serve")
+PATIENCE = 3  # failures in a row after which the engine is given up
 RETRY = 2  # seconds a client is told to wait where the queue is full
 GONE = "the engine has failed and answers nothing until the server is started again"
 
@@ -59,7 +60,8 @@ class Runner:
         self._idle = asyncio.Event()
         self._idle.set()
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._held: set[int] = set()  # the engine's unfinished sequences; the thread's own
+        self._held: set[int] = set()  # the engine's unfinished sequences; the thread's own, as is:
+        self._failures = 0  # steps in a row
         self._loop = asyncio.get_running_loop()
         self._worker = threading.Thread(target=self._thread, name="engine", daemon=True)
         self._worker.start()
@@ -135,16 +137,35 @@ class Runner:
     def _thread(self) -> None:
         try:
             while self._listen():
-                if not self.paused:
-                    self._hand_out(self.engine.step())
+                if not (self.paused or self.failed):
+                    self._step()
+        except Exception as error:  # the loop itself: nobody is left to step
+            log.exception("the engine's thread failed")
+            self._tell(self._fail, list(self._held), str(error), True)
+
+    def _step(self) -> None:
+        """A turn. One that fails ends the sequences under way, and the engine goes on without them; after some in a row it is given up."""
+        try:
+            steps = self.engine.step()
         except Exception as error:
-            log.exception("the engine failed")
-            self._tell(self._fail, f"{type(error).__name__}: {error}")
+            self._failures += 1
+            log.exception("the engine failed in a step")
+            lost = list(self._held)
+            self._held.clear()
+            for number in lost:
+                self.engine.cancel(number)
+            self._tell(self._fail, lost, f"{type(error).__name__}: {error}", self._failures >= PATIENCE)
+            return
+        steps = [step for step in steps if step.sequence in self._held]
+        if steps:
+            self._failures = 0
+            self._held.difference_update(step.sequence for step in steps if step.finish is not None)
+            self._tell(self._deliver, steps)
 
     def _listen(self) -> bool:
         """Do what the event loop asked for, waiting for it while there is nothing to step. False: stop."""
-        wait = self.paused or self.engine.idle()
         while True:
+            wait = self.paused or self.failed or self.engine.idle()
             try:
                 call = self._calls.get(block=wait)
             except queue.Empty:
@@ -152,7 +173,6 @@ class Runner:
             if call is None:
                 return False
             call()
-            wait = self.paused or self.engine.idle()
 
     def _take(self, stream: Stream, taken: asyncio.Future[None]) -> None:
         numbers: list[int] = []
@@ -171,11 +191,6 @@ class Runner:
         for number in numbers:
             if number in self._held:
                 self.engine.cancel(number)
-
-    def _hand_out(self, steps: list[Step]) -> None:
-        self._held.difference_update(step.sequence for step in steps if step.finish is not None)
-        if steps:
-            self._tell(self._deliver, steps)
 
     def _tell(self, callback: Callable[..., object], *args: object) -> None:
         try:
@@ -206,10 +221,9 @@ class Runner:
                 del self._streams[step.sequence]
                 self._count(-1)
 
-    def _fail(self, reason: str) -> None:
-        self.failed = True
-        for number in list(self._streams):
-            self._deliver([Step(number, None, finish="error", error=reason)])
+    def _fail(self, numbers: list[int], reason: str, for_good: bool) -> None:
+        self.failed |= for_good
+        self._deliver([Step(number, None, finish="error", error=reason) for number in numbers])
 
     def _count(self, change: int) -> None:
         self.live += change

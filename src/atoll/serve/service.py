@@ -60,7 +60,7 @@ class Service:
         limit = self.settings.max_model_len
         if prompt + (1 if asked is None else asked) > limit:
             raise too_long(prompt + (asked or 1), limit, param)
-        return limit - prompt if asked is None else asked
+        return min(limit - prompt, self.settings.default_tokens) if asked is None else asked
 
     def logprobs(self, asked: int | None, param: str) -> int:
         """How many of the likeliest tokens are given. Raises `ApiError` 400 for more than the server gives."""

@@ -23,6 +23,7 @@ class ServerSettings:
     admin_key: str | None = None
     hosts: tuple[str, ...] = ()
     max_model_len: int = 32768  # tokens of prompt and answer together
+    default_tokens: int = 4096  # of a chat answer or of token ids in, where a request does not say; memory is promised for all of them
     max_choices: int = 64  # answers of one request: prompts times n
     max_live: int = 256  # sequences running or waiting; one more is answered 429
     max_body: int = 32 << 20  # bytes
