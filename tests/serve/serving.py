@@ -125,11 +125,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(engine: Any = None, model: Model | None = None, reload: Any = None, **settings: Any) -> Iterator[Served]:
+def served(engine: Any = None, config: ModelConfig | None = None, reload: Any = None, **settings: Any) -> Iterator[Served]:
     """A server until the block ends; with `engine` in place of a model, that."""
     if engine is None:
-        engine = small_engine(model)
-    config = engine.model.config if isinstance(engine, Engine) else ModelConfig(**SHAPES)
+        engine = small_engine()
+    config = config or (engine.model.config if isinstance(engine, Engine) else ModelConfig(**SHAPES))
     made = Served(config, engine, ServerSettings(**{"port": 0, "max_model_len": 2048, **settings}), reload)
     made.thread.start()
     try:

@@ -125,7 +125,7 @@ def test_tools_are_called_with_arguments_of_their_types_and_answered(client):
         if call.function.name == "weather":
             assert isinstance(arguments["city"], str)
             assert isinstance(arguments.get("days", 1), int)
-    said, streamed, finish, _ = joined(client.chat.completions.create(**ask, messages=ASK, stream=True))
+    _, streamed, finish, _ = joined(client.chat.completions.create(**ask, messages=ASK, stream=True))
     assert finish == "tool_calls"
     assert [(c["name"], json.loads(c["arguments"])) for c in streamed] == [
         (c.function.name, json.loads(c.function.arguments)) for c in calls
@@ -208,9 +208,8 @@ def test_a_prompt_is_scored_without_a_token_more(client):
 
 
 def test_echo_and_offsets_tell_where_each_token_begins(client):
-    answer = client.completions.create(
-        model="atoll", prompt="naïve 😀 and six words after", max_tokens=6, temperature=0, echo=True, logprobs=0
-    ).choices[0]
+    text = "naïve 😀 and six words after"
+    answer = client.completions.create(model="atoll", prompt=text, max_tokens=6, temperature=0, echo=True, logprobs=0).choices[0]
     assert answer.text.startswith("naïve 😀 and six words after")
     starts = answer.logprobs.text_offset
     assert starts == sorted(starts)

@@ -33,6 +33,10 @@ def image(url):
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
 
 
+def form(schema):
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 CASES = [
     (CHAT, "{", 400, None, "not JSON"),
     (CHAT, '{"messages": [1, NaN]}', 400, None, ""),
@@ -66,9 +70,8 @@ CASES = [
     (CHAT, {"messages": SAY, "tool_choice": "required"}, 400, "tool_choice", "no tools"),
     (CHAT, {"messages": SAY, "tool_choice": "perhaps"}, 400, "tool_choice", ""),
     (CHAT, {"messages": SAY, "response_format": {"type": "xml"}}, 400, "response_format.type", ""),
-    (CHAT, {"messages": SAY, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}}, 400, "response_format", ""),
-    (CHAT, {"messages": SAY, "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 3000]}}}}, 400,
-     "response_format", "2,000"),
+    (CHAT, {"messages": SAY, "response_format": form({"type": "odd"})}, 400, "response_format", ""),
+    (CHAT, {"messages": SAY, "response_format": form({"enum": ["x" * 3000]})}, 400, "response_format", "2,000"),
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "tool_calls"),
     (CHAT, image(PIXEL), 400, "messages[0].content[0]", "no vision tower"),
     (CHAT, {"messages": SAY, "reasoning_effort": "extreme"}, 400, "reasoning_effort", ""),
