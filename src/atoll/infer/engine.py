@@ -21,7 +21,7 @@ from atoll.infer.prefix_cache import PrefixCache
 from atoll.infer.request import Answer, Request, Step
 from atoll.infer.scheduler import Scheduler
 from atoll.infer.sequence import Sequence
-from atoll.infer.settings import MIB, EngineSettings
+from atoll.infer.settings import DEFAULTS, MIB, EngineSettings
 from atoll.infer.speculate import Drafter, DraftModel, Lookup
 
 __all__ = ["Engine", "EngineSettings"]
@@ -33,7 +33,7 @@ class Engine:
     draft: a smaller model of the same vocabulary, for `speculate = "draft"`. Raises `UserError` for settings that cannot be.
     """
 
-    def __init__(self, model: Any, *, settings: EngineSettings = EngineSettings(), draft: Any = None) -> None:
+    def __init__(self, model: Any, *, settings: EngineSettings = DEFAULTS, draft: Any = None) -> None:
         settings.check()
         if (draft is None) != (settings.speculate != "draft"):
             wrong = "a draft model is missing" if draft is None else "takes no draft model"

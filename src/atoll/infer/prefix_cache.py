@@ -128,24 +128,29 @@ class PrefixCache:
         """
         if parent is not None and self.nodes.get(parent.key) is not parent:
             parent = None  # dropped since
-        node = self.nodes.get(key) or Node(key, end, parent)
-        self._held.update(node.chain())
+        node = self.nodes.get(key) or self._link(Node(key, end, parent), pages)
+        self._held.add(node)
         fits = node.snapshot is not None or self.make_room(self.pool.snapshot_bytes)
         self._held.clear()
         if not fits:
+            if node.kept is None and not node.children:
+                self._drop(node)
             return parent
-        before = 0 if node.parent is None else node.parent.end
-        if key not in self.nodes:
-            self.nodes[key], node.pages = node, pages[before // PAGE : end // PAGE]
-            self.pool.share(node.pages)
-            if parent is not None:
-                parent.children.append(node)
         if node.snapshot is None:
             self._unkeep(node)
             node.snapshot = self.pool.snapshot(slot)
         if node.routing is None and routing is not None:
-            node.routing = routing[:, before:end].clone()
+            node.routing = routing[:, 0 if node.parent is None else node.parent.end : end].clone()
         self._touch(node)
+        return node
+
+    def _link(self, node: Node, pages: list[int]) -> Node:
+        """Put a new node into the tree, with its part of its prefix's pages."""
+        self.nodes[node.key] = node
+        node.pages = pages[0 if node.parent is None else node.parent.end // PAGE : node.end // PAGE]
+        self.pool.share(node.pages)
+        if node.parent is not None:
+            node.parent.children.append(node)
         return node
 
     # -------------------------------------------------- making room

@@ -42,10 +42,8 @@ class Scheduler:
         if not self._promise(s, s.pages_needed() - have):
             if hit is not None:
                 self.pool.release(hit.pages)
-            # a found prefix may itself stand in the way, and nobody is left to wait for
-            if self.running or not self._promise(s, s.pages_needed()):
-                return False
-            hit = None
+            assert self.running, "all memory is free or can be freed, and the longest request fits into it"
+            return False
         s.slot, s.reading, s.fed, s.node = self.pool.free_slots.pop(), True, 0, None
         self.queries += asks
         if hit is not None:

@@ -49,3 +49,6 @@ class EngineSettings:
             raise UserError(f"speculate = {self.speculate!r}: none, lookup or draft is expected")
         if not 1 <= self.draft_tokens < PAGE:
             raise UserError(f"draft_tokens = {self.draft_tokens}: 1 to {PAGE - 1} are expected")
+
+
+DEFAULTS = EngineSettings()

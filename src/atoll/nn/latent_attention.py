@@ -123,7 +123,9 @@ class LatentAttention(nn.Module):
         """New tokens [B,T] of rows of different lengths against their pages. [B,T,H,v]"""
         q_latent, q_pe, w_v = self._absorb(q)
         lengths, query = cache.append(rows), torch.cat([q_latent, q_pe], -1)
-        context, _ = paged_latent_attention(query, cache.pages, cache.table, lengths, width=self.kv_lora_rank, scale=self.scale)
+        context, _ = paged_latent_attention(
+            query, cache.pages, cache.table, lengths, counts=cache.counts, width=self.kv_lora_rank, scale=self.scale
+        )
         return torch.einsum("bthc,hvc->bthv", context.to(w_v.dtype), w_v)
 
     def _absorb(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,19 +14,30 @@ SPLIT = 64  # pages read at once
 
 
 def paged_latent_attention(
-    q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, *, width: int, scale: float, split: int = SPLIT
+    q: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    width: int,
+    scale: float,
+    counts: Tensor | None = None,
+    split: int = SPLIT,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q · rowᵀ) row[:width] over each sequence's cached rows, keys and values at once; and the log-sum-exp.
 
     q [B, T, H, R]: absorbed queries, the part that meets the shared key behind the latent's `width` channels. pages [N, page, R].
     table int64 [B, P]: pages of each sequence in order; entries past its end may name any page. lengths int64 [B]: rows in use, the T new
-    ones included. Query i of a sequence sees the rows before lengths - T + i + 1. What is not seen must be finite.
+    ones included. Query i of a sequence sees the rows before lengths - T + i + 1. counts int64 [B]: how many of the T are real; padding
+    after them sees what the last of them does, so that it depends on nothing else. What is not seen must be finite.
     Returns out [B, T, H, width] in q.dtype and lse [B, T, H] in at least float32, -inf where nothing is seen (out is 0 there).
     softmax in at least float32. Source: DeepSeek-V2, arXiv 2405.04434, §2.1.2.
     """
     batch, steps, heads, _ = q.shape
     size, flat = pages.shape[1], q.reshape(batch, steps * heads, -1)
     seen = lengths[:, None] - steps + 1 + torch.arange(steps, device=q.device)  # [B, T]
+    if counts is not None:
+        seen = torch.minimum(seen, (lengths - steps + counts)[:, None])
     outs, lses = [], []
     for first in range(0, max(table.shape[1], 1), split):
         part = table[:, first : first + split]
