@@ -32,7 +32,7 @@ def train(words: list[str]) -> None:
 
 def sample(
     run: Run,
-    prompt: Annotated[Positional[str], arg(metavar="PROMPT")] = "",
+    prompt: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT")] = (),
     tokens: int = 200,
     temperature: float = 0.8,
     top_p: float = 0.95,
@@ -40,12 +40,13 @@ def sample(
     seed: int = 0,
     chat: bool = False,
     thinking: bool = True,
+    json: bool = False,
 ) -> None:
-    """Continue a text with a trained model, or answer a message.
+    """Continue a text with a trained model, or answer a message; several at once where several are given.
 
     Args:
         run: a run's folder, or a folder in the hub's layout
-        prompt: the text to continue; empty starts a document
+        prompt: the text to continue; none starts a document; of several each is continued, prompt i with seed + i
         tokens: most tokens to add
         temperature: 0 always takes the likeliest token; 1 samples as the model believes
         top_p: sample among the likeliest tokens that hold this share of the probability
@@ -53,6 +54,7 @@ def sample(
         seed: the same seed gives the same text
         chat: the prompt is a user's message; print the assistant's
         thinking: with --chat, let the assistant think first
+        json: print one JSON object, with token ids and log-probabilities
     """
     folder = arguments.model_folder(run)
     from atoll import load
@@ -60,12 +62,21 @@ def sample(
     from atoll.infer.sample import continue_text, reply
 
     model, tokenizer = load(folder), load_tokenizer(folder)
+    if json or len(prompt) > 1:
+        from atoll.infer import several
+        from atoll.infer.request import Sampling
+
+        asked = Sampling(temperature, top_p, top_k, seed=seed)
+        answers = several.answer_all(model, tokenizer, list(prompt) or [""], tokens, asked, chat, thinking)
+        arguments.show({"answers": answers}, json, several.show)
+        return
+    text = "".join(prompt)
     if chat:
-        question, show = [{"role": "user", "content": prompt}], arguments.event_writer()
+        question, show = [{"role": "user", "content": text}], arguments.event_writer()
         answer = reply(model, tokenizer, question, None, thinking, tokens, temperature, top_p, top_k, seed, show)
         sys.stdout.write("" if answer.finished else f"(cut off after {tokens} tokens)\n")
         return
-    continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write, echo=True)
+    continue_text(model, tokenizer, text, tokens, temperature, top_p, top_k, seed, arguments.write, echo=True)
     sys.stdout.write("\n")
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from infer.models import GREEDY, ask, build, cold, engine, prompt
 
 from atoll.infer.draw import Drawer, report
 from atoll.infer.request import Sampling
 from atoll.infer.sampling import add_bias, distribution, keep_min_p, penalise
-from infer.models import GREEDY, ask, build, cold, engine, prompt
 
 
 def test_penalties_by_hand():

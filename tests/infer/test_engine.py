@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from infer.models import GREEDY, ask, build, check_forced, cold, engine, forced_logprobs, prompt
 
 from atoll.config import UserError
 from atoll.infer.engine import Engine, EngineSettings
 from atoll.infer.request import Request, Sampling
-from infer.models import GREEDY, ask, build, check_forced, cold, engine, forced_logprobs, prompt
 
 
 @pytest.fixture(scope="module")

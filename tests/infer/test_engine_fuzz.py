@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from infer.models import REPEATING, ask, build, check_forced, engine, prompt
 
 from atoll.infer.request import Sampling
-from infer.models import REPEATING, ask, build, check_forced, engine, prompt
 
 
 @pytest.fixture(scope="module")

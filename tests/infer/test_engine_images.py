@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from infer.models import GREEDY, REPEATING, ask, build, cold, engine, same_bits
 
 from atoll.config import UserError, VisionConfig
 from atoll.infer.request import Request
-from infer.models import GREEDY, REPEATING, ask, build, cold, engine, same_bits
 
 IMAGE = 3
 VISION = VisionConfig(

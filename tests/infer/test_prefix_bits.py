@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-
 from infer.models import REPEATING, ask, build, cold, engine, prompt, same_bits
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from infer.models import CONFIG, prompt
 
 from atoll.infer.pool import PAGE, Pool
 from atoll.infer.prefix_cache import PrefixCache
 from atoll.infer.prefix_keys import page_keys
-from infer.models import CONFIG, prompt
 
 
 class Bench:
@@ -76,7 +76,7 @@ def test_a_prefix_is_found_by_those_who_begin_with_it():
 def test_names_hold_tokens_images_version_and_salt():
     base = page_keys(A, 0, "")
     assert len(base) == 2
-    assert page_keys(A + [5], 0, "") == base
+    assert page_keys([*A, 5], 0, "") == base
     others = [page_keys(A, 1, ""), page_keys(A, 0, "x"), page_keys(B, 0, ""), page_keys(A, 0, "", [(3, b"i")])]
     assert len({tuple(k) for k in [base, *others]}) == 5
     assert all(k[0] not in base for k in others)

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from infer.models import GREEDY, REPEATING, ask, build, check_forced, cold, engine, prompt
 
 from atoll.config import UserError
 from atoll.infer.request import Request, Sampling
 from atoll.infer.speculate import Lookup
-from infer.models import GREEDY, REPEATING, ask, build, check_forced, cold, engine, prompt
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from infer.models import build, prompt
 
 from atoll.nn.cache import Cache, DeltaState, LatentState
 from atoll.nn.pooled_cache import DeltaRows, LatentRows
-from infer.models import build, prompt
 
 PAGE, SLOTS = 64, 4
 
@@ -25,9 +25,7 @@ class Pool:
         c, self.layers = model.config, []
         for i in range(c.num_hidden_layers):
             if c.is_kda(i):
-                self.layers.append(
-                    (torch.randn(SLOTS, 2, 16, 16, dtype=torch.float64), torch.randn(SLOTS, 3, 96, dtype=torch.float64))
-                )
+                self.layers.append((torch.randn(SLOTS, 2, 16, 16, dtype=torch.float64), torch.randn(SLOTS, 3, 96, dtype=torch.float64)))
             else:
                 self.layers.append(torch.randn(1 + 4 * SLOTS, PAGE, 20, dtype=torch.float64))
         for slot, text in texts.items():
