@@ -119,6 +119,7 @@ def serve(
     slots: int = 8,
     device_mib: float = 512,
     host_mib: float = 512,
+    speculate: Literal["none", "lookup"] = "none",
     max_live: int = 256,
     timeout: float = 600,
     drain: float = 30,
@@ -138,6 +139,7 @@ def serve(
         slots: sequences decoded at once
         device_mib: memory for states and cached prefixes on the model's device
         host_mib: memory for cached prefixes in the host
+        speculate: lookup guesses the next tokens from the text so far and checks them at once
         max_live: answers running or waiting; one more is told to come back (429)
         timeout: most seconds of an answer
         drain: seconds that running answers have after SIGTERM or Ctrl-C; a second one stops at once
@@ -159,7 +161,8 @@ def serve(
         max_model_len=max_model_len, max_live=max_live, timeout=timeout, drain=drain, **process.keys_of_environment(),
     )  # fmt: skip
     kind = getattr(torch, dtype or ("bfloat16" if where == "cuda" else "float32"))
-    process.serve(folder, settings, EngineSettings(slots=slots, device_mib=device_mib, host_mib=host_mib), kind, where)
+    engine = EngineSettings(slots=slots, device_mib=device_mib, host_mib=host_mib, speculate=speculate)
+    process.serve(folder, settings, engine, kind, where)
 
 
 def evaluate(run: Run, against: str | None = None, json: bool = False) -> None:

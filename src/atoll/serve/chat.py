@@ -15,7 +15,7 @@ from atoll.serve.grammar import Grammar, wanted
 from atoll.serve.prompt import Options, Prompt, build_prompt, take_images
 from atoll.serve.protocol import ChatRequest
 from atoll.serve.sending import Events, Json, unless_gone
-from atoll.serve.service import Job, Service, in_thread, usage
+from atoll.serve.service import Job, Service, usage
 from atoll.serve.text import Token
 
 
@@ -27,7 +27,7 @@ async def chat(service: Service, body: ChatRequest, salt: str, receive: Any) -> 
     _check(service, body)
     salt = f"{salt}/{body.cache_salt or ''}"
     options = _options(body, service.settings.thinking)
-    prompt, grammar = await in_thread(_prepare, service, body, options, salt)
+    prompt, grammar = await service.prepare(_prepare, service, body, options, salt)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     room = service.room(len(prompt.ids), asked, "messages")
     job = await service.start([_request(service, body, prompt, room, grammar, salt, i) for i in range(body.n)], arrived)
@@ -136,7 +136,7 @@ class Chat:
         message: dict[str, Any] = {"role": "assistant", "content": reader.shown or (None if said.tool_calls else ""), "refusal": None}
         if said.thinking is not None:
             message |= {"reasoning": said.thinking, "reasoning_content": said.thinking}
-        if said.tool_calls and reader.finish_reason() != "length":
+        if said.tool_calls:
             message["tool_calls"] = [
                 {"id": id, "type": "function", "function": {"name": call.name, "arguments": _text(call.arguments)}}
                 for id, call in zip(reader.call_ids, said.tool_calls, strict=False)

@@ -15,7 +15,7 @@ from atoll.serve.answers import CompletionReader
 from atoll.serve.errors import bad_request
 from atoll.serve.protocol import CompletionRequest
 from atoll.serve.sending import Events, Json, unless_gone
-from atoll.serve.service import Job, Service, in_thread, usage
+from atoll.serve.service import Job, Service, usage
 from atoll.serve.text import Token
 
 
@@ -24,7 +24,7 @@ async def complete(service: Service, body: CompletionRequest, salt: str, receive
     arrived = time.monotonic()
     service.check_model(body.model)
     _check(service, body)
-    prompts = await in_thread(_prompts, service, body)
+    prompts = await service.prepare(_prompts, service, body)
     service.choices(len(prompts), body.n)
     salt = f"{salt}/{body.cache_salt or ''}"
     requests = [_request(service, body, ids, salt, i) for ids in prompts for i in range(body.n)]

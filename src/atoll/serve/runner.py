@@ -73,22 +73,25 @@ class Runner:
 
         Raises `ApiError`: 503 when the server is about to stop, 429 when the queue is full; and `UserError` for what the engine refuses.
         """
-        if self.failed:
-            raise ApiError(503, GONE)
-        if self.draining:
-            raise ApiError(503, "the server is stopping", code="shutting_down", retry_after=RETRY)
         if len(requests) > self.max_live:
             raise ApiError(400, f"{len(requests)} answers in one request: at most {self.max_live} are served at once", "n")
-        if self.live + len(requests) > self.max_live:
-            raise ApiError(
-                429, f"{self.live} answers are under way, {self.max_live} at most; try again", code="queue_full", retry_after=RETRY
-            )
+        self.check_room(len(requests))
         stream = Stream(requests, self._loop.time() + timeout)
         taken: asyncio.Future[None] = self._loop.create_future()
         self._count(len(requests))
         self._calls.put(lambda: self._take(stream, taken))
         await taken
         return stream
+
+    def check_room(self, more: int = 1) -> None:
+        """Raises `ApiError` 503 or 429 where `more` sequences would not be taken now."""
+        if self.failed:
+            raise ApiError(503, GONE)
+        if self.draining:
+            raise ApiError(503, "the server is stopping", code="shutting_down", retry_after=RETRY)
+        if self.live + more > self.max_live:
+            message = f"{self.live} answers are under way, {self.max_live} at most; try again"
+            raise ApiError(429, message, code="queue_full", retry_after=RETRY)
 
     def cancel(self, stream: Stream, index: int | None = None) -> None:
         """Stop all its sequences, or one; their last steps still come. Those that have ended are passed over."""

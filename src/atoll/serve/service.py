@@ -32,6 +32,7 @@ class Service:
         self.grammars = Grammars(tokenizer, model.vocab_size, model.eos_token_id, settings.max_schema)
         self.longest = max(1, int(tokenizer.bytes_table.max(initial=1)))  # bytes of a token
         self.created = int(time.time())
+        self._preparing = 0  # requests being tokenised
 
     # ---------------------------------------------------------------- limits
 
@@ -74,6 +75,15 @@ class Service:
             raise bad_request(f"{prompts} prompts with n = {n}: {self.settings.max_choices} answers at most", "n")
 
     # ---------------------------------------------------------------- a request's way
+
+    async def prepare(self, work: Any, *args: Any) -> Any:
+        """`in_thread`, for as many requests at once as the runner could take: a flood is refused before it is tokenised."""
+        self.runner.check_room(self._preparing + 1)
+        self._preparing += 1
+        try:
+            return await in_thread(work, *args)
+        finally:
+            self._preparing -= 1
 
     async def start(self, requests: Sequence[Request], arrived: float) -> Job:
         """Hand the requests to the engine. Raises `ApiError`."""

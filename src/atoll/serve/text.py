@@ -26,6 +26,11 @@ class Token:
         return Token(step.id, step.logprob, step.top, offset)
 
 
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can hold it: what is impossible, or no number, is -9999, as elsewhere."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
 class TokenNames:
     """What a token is called in an answer, as OpenAI's API calls it."""
 
@@ -54,7 +59,7 @@ class TokenNames:
         return {**self._entry(token.id, token.logprob or 0.0), "top_logprobs": top}
 
     def _entry(self, id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(id), "token_id": id, "logprob": max(logprob, -9999.0), "bytes": list(self.bytes(id))}
+        return {"token": self.text(id), "token_id": id, "logprob": finite(logprob), "bytes": list(self.bytes(id))}
 
     def completion_logprobs(self, tokens: Sequence[Token], as_ids: bool = False) -> dict[str, Any]:
         """The logprobs of a completion. Of two tokens with one name the likelier stands in `top_logprobs`."""
@@ -66,11 +71,11 @@ class TokenNames:
                 continue
             top: dict[str, float] = {}
             for id, value in (*token.top, (token.id, token.logprob)):
-                top.setdefault(name(id), max(value, -9999.0))
+                top.setdefault(name(id), finite(value))
             tops.append(top)
         return {
             "tokens": [name(t.id) for t in tokens],
-            "token_logprobs": [None if t.logprob is None else max(t.logprob, -9999.0) for t in tokens],
+            "token_logprobs": [None if t.logprob is None else finite(t.logprob) for t in tokens],
             "top_logprobs": tops,
             "text_offset": [t.offset for t in tokens],
         }

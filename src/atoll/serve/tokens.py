@@ -20,8 +20,8 @@ from atoll.serve.errors import bad_request
 from atoll.serve.prompt import Options, build_prompt
 from atoll.serve.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from atoll.serve.sending import Events, Json, unless_gone
-from atoll.serve.service import Job, Service, in_thread, usage
-from atoll.serve.text import Token
+from atoll.serve.service import Job, Service, usage
+from atoll.serve.text import Token, finite
 
 
 async def generate(service: Service, body: GenerateRequest, salt: str, receive: Any) -> Any:
@@ -94,8 +94,8 @@ class Generated:
 
     def _logprob(self, id: int, logprob: float, top: tuple[tuple[int, float], ...]) -> dict[str, Any]:
         names = self.service.names
-        others = [{"token": f"token_id:{i}", "logprob": value, "bytes": list(names.bytes(i))} for i, value in top]
-        return {"token": f"token_id:{id}", "logprob": logprob, "bytes": list(names.bytes(id)), "top_logprobs": others}
+        others = [{"token": f"token_id:{i}", "logprob": finite(value), "bytes": list(names.bytes(i))} for i, value in top]
+        return {"token": f"token_id:{id}", "logprob": finite(logprob), "bytes": list(names.bytes(id)), "top_logprobs": others}
 
     def _prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
         """vLLM's form: of each token of the prompt but the first, id → log-probability, rank (1 is the likeliest) and text."""
@@ -107,7 +107,10 @@ class Generated:
             ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
             shown = {**dict(top[: self.body.sampling_params.prompt_logprobs]), id: value}
             out.append(
-                {str(i): {"logprob": v, "rank": ranks.get(i), "decoded_token": self.service.names.text(i)} for i, v in shown.items()}
+                {
+                    str(i): {"logprob": finite(v), "rank": ranks.get(i), "decoded_token": self.service.names.text(i)}
+                    for i, v in shown.items()
+                }
             )
         return out
 
@@ -130,7 +133,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Any:
     """Ids of a text, with the model's bos, or of a conversation."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("one of prompt and messages is expected", "prompt")
-    ids = await in_thread(_tokenize, service, body)
+    ids = await service.prepare(_tokenize, service, body)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": service.settings.max_model_len, "tokens": ids}
     return Json({**out, "token_strs": [service.names.text(i) for i in ids]} if body.return_token_strs else out)
 
@@ -149,4 +152,4 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> Any:
     size = service.model.vocab_size
     if wrong := [i for i in body.tokens if i >= size]:
         raise bad_request(f"token {wrong[0]}: ids from 0 to {size - 1} are expected", "tokens")
-    return Json({"prompt": await in_thread(service.tokenizer.decode, body.tokens)})
+    return Json({"prompt": await service.prepare(service.tokenizer.decode, body.tokens)})
