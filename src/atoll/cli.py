@@ -82,7 +82,7 @@ def sample(
 
 def chat(
     run: Run,
-    system: str = "",
+    system: str | None = None,
     tokens: int = 2048,
     temperature: float = 0.8,
     top_p: float = 0.95,
@@ -106,15 +106,15 @@ def chat(
     from atoll.infer.request import Sampling
     from atoll.serve.terminal import Terminal
 
-    Terminal.open(folder, system, tokens, Sampling(temperature, top_p, top_k, seed=seed), thinking).talk()
+    Terminal.open(folder, system or "", tokens, Sampling(temperature, top_p, top_k, seed=seed), thinking).talk()
 
 
 def serve(
     run: Run,
     host: str = "127.0.0.1",
     port: int = 8000,
-    hosts: str = "",
-    name: str = "",
+    hosts: str | None = None,
+    name: str | None = None,
     max_model_len: int = 32768,
     slots: int = 8,
     device_mib: float = 512,
@@ -156,8 +156,9 @@ def serve(
     from atoll.serve.settings import ServerSettings
 
     where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    names = tuple(filter(None, (hosts or "").split(",")))
     settings = ServerSettings(
-        host=host, port=port, hosts=tuple(filter(None, hosts.split(","))), name=name or arguments.model_name(folder), thinking=thinking,
+        host=host, port=port, hosts=names, name=name or arguments.model_name(folder), thinking=thinking,
         max_model_len=max_model_len, max_live=max_live, timeout=timeout, drain=drain, **process.keys_of_environment(),
     )  # fmt: skip
     kind = getattr(torch, dtype or ("bfloat16" if where == "cuda" else "float32"))

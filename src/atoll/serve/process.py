@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
@@ -93,7 +92,7 @@ class Server(uvicorn.Server):
 
     def _drain(self) -> None:
         async def drained() -> None:
-            with contextlib.suppress(AttributeError):  # not started yet: there is nothing to drain
+            if self.started:
                 await self._app.service.runner.drain(self._seconds)
             self.should_exit = True
 

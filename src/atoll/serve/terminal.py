@@ -99,9 +99,9 @@ class Terminal:
         self.messages.append({"role": "user", "content": text})
         try:
             answer = self._answer()
-        except UserError as error:
+        except (UserError, KeyboardInterrupt) as error:  # an interrupt here came before there was anything to stop
             self.messages.pop()
-            self.write(f"{error}\n")
+            self.write(f"{error or '(stopped)'}\n")
             return
         self.messages.append(answer)
 
