@@ -7,6 +7,7 @@ an argument's value is JSON of its property's schema, or, of a string, the text 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
 }
+log = logging.getLogger("atoll.serve")
 COMPACT = {"whitespace_flexible": False}  # the format writes arguments without spaces
 TEXT = r"TEXT: /(.|\n)*/"
 
@@ -69,13 +71,18 @@ class Grammars:
     """Compiles grammars for one tokenizer. `available` says whether llguidance is there."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos: int, max_schema: int) -> None:
+        self._library: Any = None
+        self._vocabulary, self._max_schema, self._special = vocabulary, max_schema, tuple(tokenizer.special)
         try:
             import llguidance
         except ImportError:
-            self._library = None
             return
-        self._library, self._vocabulary, self._max_schema, self._special = llguidance, vocabulary, max_schema, tuple(tokenizer.special)
-        self._tokenizer = llguidance.LLTokenizer(tokenizer.guarded_text(), n_vocab=vocabulary, eos_token=eos)
+        try:
+            self._tokenizer = llguidance.LLTokenizer(tokenizer.guarded_text(), n_vocab=vocabulary, eos_token=eos)
+        except Exception as error:  # a tokenizer of a kind that the library cannot read: everything but grammars works
+            log.warning("llguidance cannot read this tokenizer (%s): answers cannot be held to schemas", error)
+            return
+        self._library = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)
 
     @property
@@ -89,7 +96,9 @@ class Grammars:
         Raises `ApiError`: 400 for a schema that is too large or that cannot be compiled within the limits, 501 without the library.
         """
         if self._library is None:
-            raise ApiError(501, "response_format and strict tools need llguidance on the server: pip install 'atoll[grammar]'")
+            raise ApiError(
+                501, "response_format and strict tools need llguidance, which this server does without: pip install 'atoll[grammar]'"
+            )
         text = json.dumps([wish.schema, wish.tools], ensure_ascii=False)
         size, where = len(text.encode("utf-8", "replace")), "response_format" if wish.schema is not None else "tools"
         spelt = next((name for name in self._special if name in text), None)

@@ -101,7 +101,7 @@ class Terminal:
             answer = self._answer()
         except (UserError, KeyboardInterrupt) as error:  # an interrupt here came before there was anything to stop
             self.messages.pop()
-            self.write(f"{error or '(stopped)'}\n")
+            self.write(f"{str(error) or '(stopped)'}\n")
             return
         self.messages.append(answer)
 
