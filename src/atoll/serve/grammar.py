@@ -97,7 +97,7 @@ class Grammars:
         """
         if self._library is None:
             raise ApiError(
-                501, "response_format and strict tools need llguidance, which this server does without: pip install 'atoll[grammar]'"
+                501, "response_format needs llguidance, which is not on this server: pip install 'atoll[grammar]'"
             )
         text = json.dumps([wish.schema, wish.tools], ensure_ascii=False)
         size, where = len(text.encode("utf-8", "replace")), "response_format" if wish.schema is not None else "tools"
