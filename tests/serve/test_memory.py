@@ -17,19 +17,18 @@ from atoll.infer.request import Answer, Step
 from atoll.serve.answers import ChatReader
 from atoll.serve.memory import Memory
 from atoll.serve.prompt import Options, build_prompt
+from atoll.serve.text import TokenNames
 
 ASK = [{"role": "user", "content": "x"}]
 
 
+NAMES = TokenNames(TOKENIZER)
+OF_BYTE = {NAMES.bytes(i): i for i in range(TOKENIZER.vocab_size) if len(NAMES.bytes(i)) == 1}
+
+
 def odd_ids(text):
     """Ids of `text` that its tokenizer would not give: one a byte."""
-    return [i for b in text.encode() for i in [next(t for t in range(11, 267) if TOKENIZER.token_bytes(t) == 1 and _byte(t) == b)]]
-
-
-def _byte(token):
-    from atoll.data.tokenizer import byte_symbols
-
-    return byte_symbols().index(TOKENIZER.token(token))
+    return [OF_BYTE[bytes([b])] for b in text.encode()]
 
 
 def sampled(content, thinking="secret thoughts"):
@@ -174,3 +173,23 @@ def test_markers_that_a_user_spells_stay_text(text):
     specials = [[i for i in r.prompt if TOKENIZER.is_special(i)] for r in engine.requests]
     assert specials[0] == specials[1]
     assert specials[2] == [0]
+
+
+def test_turns_are_read_from_the_prefix_cache_and_salts_keep_apart():
+    with served() as s:
+
+        def say(messages, **more):
+            body = {"messages": messages, "max_tokens": 40, "seed": 1, "logit_bias": {"3": -100, "1": -100}, **more}
+            answer = httpx.post(s.url + "/v1/chat/completions", json=body, timeout=60).json()
+            return answer["choices"][0]["message"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        chat = [{"role": "user", "content": "a first message that is longer than one page of sixty-four tokens, so that it is kept"}]
+        first, cached = say(chat)
+        assert cached == 0
+        chat += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": "and on"}]
+        _, cached = say(chat)
+        assert cached >= 64
+        assert counts(s)["exact"] == 1
+        assert say(chat, cache_salt="somebody else")[1] == 0
+        text = httpx.get(s.url + "/metrics").text
+        assert f"atoll_prompt_tokens_cached_total {cached}" in text

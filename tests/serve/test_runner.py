@@ -25,15 +25,19 @@ def endless():
     return Scripted(lambda request: written(LONG), pace=0.002)
 
 
-def hang_up_after(s, path, body, expect):
-    """Send a request by hand, read until `expect` has come, and close the connection."""
+def hang_up(s, path, body, when):
+    """Send a request by hand, wait until `when(socket)` returns, and close the connection."""
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", s.settings.port)) as client:
         client.sendall(head.encode() + raw)
-        seen = b""
-        while expect not in seen:
-            seen += client.recv(4096)
+        when(client)
+
+
+def an_event(client):
+    seen = b""
+    while b"data: " not in seen:
+        seen += client.recv(4096)
 
 
 @pytest.mark.parametrize(
@@ -46,23 +50,15 @@ def hang_up_after(s, path, body, expect):
 )
 def test_a_client_that_goes_away_stops_its_answers(path, body):
     with served(endless()) as s:
-        hang_up_after(s, path, body | {"stream": True}, b"data: ")
+        hang_up(s, path, body | {"stream": True}, an_event)
         s.until(lambda: s.service.runner.live == 0)
         started = len(s.engine.requests)
         assert len(s.engine.cancelled) == started > 0
-        threading.Timer(0.3, s.engine.gate.set).start()
-        s.engine.gate.clear()
-        hang_up_after_silence(s, path, body)  # not streamed: nothing is sent before the end
-        s.until(lambda: s.service.runner.live == 0 and len(s.engine.cancelled) == 2 * started)
+        # Not streamed, nothing is sent before the end.
+        hang_up(s, path, body, lambda client: s.until(lambda: s.service.runner.live > 0))
+        s.until(lambda: s.service.runner.live == 0)
+        assert len(s.engine.cancelled) == 2 * started
         assert s.engine.idle()
-
-
-def hang_up_after_silence(s, path, body):
-    raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", s.settings.port)) as client:
-        client.sendall(head.encode() + raw)
-        s.until(lambda: s.service.runner.live > 0)
 
 
 def test_an_answer_that_takes_too_long_is_cut_off():

@@ -8,7 +8,6 @@ import hashlib
 import io
 import math
 import re
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +62,11 @@ def _picture(content: bytes, vision: VisionConfig, max_pixels: int, where: str) 
     except ImportError as error:
         raise ApiError(501, "images need Pillow on the server: pip install 'atoll[images]'") from error
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a decompression bomb is a warning to PIL
-            with files.open(io.BytesIO(content), formats=FORMATS) as file:
-                width, height = file.size
-                if width * height > max_pixels:  # read from the header: nothing is decoded yet
-                    raise bad_request(f"the image has {width * height:,} pixels, {max_pixels:,} at most", where, "invalid_image")
-                picture = file.convert("RGBA")
+        with files.open(io.BytesIO(content), formats=FORMATS) as file:
+            width, height = file.size
+            if width * height > max_pixels:  # read from the header: nothing is decoded yet
+                raise bad_request(f"the image has {width * height:,} pixels, {max_pixels:,} at most", where, "invalid_image")
+            picture = file.convert("RGBA")
     except ApiError:
         raise
     except Exception as error:  # decoders of foreign bytes raise whatever they like
