@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import io
 import json
+import os
 import re
 import sys
 import textwrap
@@ -265,6 +266,8 @@ def plan_run(args: TrainArguments) -> tuple[Config, Path]:
             raise UserError(f"--minutes {args.minutes}: does not go with --{clash}; give one of the two")
         overrides |= {"train.minutes": args.minutes, "train.steps": "none", "train.epochs": "none"}
     config = start_config(args.config, overrides)
+    if args.out is None and (number := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(f"--out is missing: {number} processes must agree on the run's folder, and find it again after a restart")
     name = Path(args.config).stem + ("-chat" if config.data.kind == "chat" and Path(args.config).is_dir() else "")
     return config, Path(args.out).expanduser() if args.out else free_folder(Path("runs"), name)
 

@@ -16,6 +16,7 @@ from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, val
 from atoll.nn.balancer import Balancer, Reduce
 from atoll.nn.block_residual import DepthProbe
 from atoll.nn.cache import Cache, empty_cache
+from atoll.nn.carry import SegmentCache
 from atoll.nn.decoder import LanguageModel
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
@@ -124,6 +125,7 @@ class Model(nn.Module):
         logits: bool | Tensor | None = None,
         routing: Iterable[Tensor] | None = None,
         record: dict[str, Any] | None = None,
+        shifted: bool = False,
         embeds: Tensor | None = None,
     ) -> Output:
         """Logits [B,T,V] in at least float32, or the loss.
@@ -136,9 +138,10 @@ class Model(nn.Module):
             grid_thws: integers [images,3]: frames, rows and columns of each, in patches. `input_ids` hold one placeholder a feature,
                 or one an image: then the row grows in place, and logits, routing, cache and documents with it.
                 With images a padding token embeds to zero, as in the hub's own merge.
-            cache: from `new_cache`; moved on in place.
+            cache: from `new_cache`; moved on in place. A `SegmentCache`: this is a segment of a longer row, with gradients.
             logits: whether to return logits, by default when there are no labels; or int64 [n], the positions to return them at.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
+            shifted: `labels` are targets already: each stands where it is predicted, as for a part of a longer row.
             record: a dict to fill with probes: "depth_weights", "depth_rms" (output and running sum of each sublayer), "decay", "load",
                 and "depth_gradients", RMS at each sublayer's output, NaN until a backward pass.
             embeds: [B,T,D], in place of the embedding of `input_ids`: a part of a row whose images were embedded before (`features`,
@@ -163,7 +166,7 @@ class Model(nn.Module):
             cache.length += input_ids.shape[1]
         if record is not None:
             self._finish_probes(record, probe or DepthProbe(), routes)
-        loss, count = (None, None) if labels is None else self._loss(hidden, labels, cu_seqlens)
+        loss, count = (None, None) if labels is None else self._loss(hidden, labels if shifted else next_tokens(labels, cu_seqlens))
         if isinstance(logits, Tensor):
             hidden, logits = hidden.index_select(1, logits), True
         scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
@@ -177,7 +180,7 @@ class Model(nn.Module):
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}: {tuple(input_ids.shape)} is expected, as input_ids")
         if cu_seqlens is not None:
-            if cache is not None:
+            if cache is not None and not isinstance(cache, SegmentCache):
                 raise ValueError("cu_seqlens and cache: a cache serves whole rows; give one of the two")
             check_segments(cu_seqlens, input_ids.shape)
         if cache is not None and cache.batch != input_ids.shape[0]:
@@ -225,8 +228,7 @@ class Model(nn.Module):
         exact = torch.promote_types(hidden.dtype, torch.float32)
         return F.linear(hidden.to(exact), self.language_model.lm_head.weight.to(exact))
 
-    def _loss(self, hidden: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        targets = next_tokens(labels, cu_seqlens)
+    def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         total, count = linear_cross_entropy(hidden.flatten(0, 1), self.language_model.lm_head.weight, targets.flatten())
         return total / count.clamp(min=1), count
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -89,8 +88,8 @@ def job() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, torch.Tensor]]]:
-    return on_ranks(2, Path(tmp_path_factory.mktemp("ranks")), job)
+def both() -> list[dict[str, dict[str, torch.Tensor]]]:
+    return on_ranks(2, job)
 
 
 @pytest.mark.parametrize("name", RULES)

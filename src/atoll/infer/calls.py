@@ -54,7 +54,7 @@ class Caller:
         wanted = torch.arange(count) if every else torch.arange(count - 1, count) if end == len(s.tokens) else None
         slot, rows = slice(s.slot, s.slot + 1), self._latents([s], [at], torch.tensor([count], device=pool.device))
         memory = zip(pool.states, pool.windows, strict=True)
-        states = [DeltaState(state[slot], window[slot], count) if at else DeltaState(count=count) for state, window in memory]
+        states = [DeltaState(state[slot], window[slot], count=count) if at else DeltaState(count=count) for state, window in memory]
         cache = Cache(1, self._in_order(states, rows))
         out = self._call(ids, cache, False if wanted is None else wanted.to(pool.device), at, s)
         for i, state in enumerate(states):

@@ -37,9 +37,8 @@ def answer_all(
     longest = max((len(i) for i in ids), default=0) + max(tokens, 0)
     engine = Engine(model, settings=EngineSettings(slots=min(max(len(ids), 1), SLOTS), max_length=max(longest, 1)))
     seeds = [None if sampling.seed is None else sampling.seed + i for i in range(len(ids))]
-    requests = [
-        Request(prompt, tokens, dataclasses.replace(sampling, seed=seed), stop_ids=frozenset(ends)) for prompt, seed in zip(ids, seeds, strict=True)
-    ]
+    draws = [dataclasses.replace(sampling, seed=seed) for seed in seeds]
+    requests = [Request(prompt, tokens, each, stop_ids=frozenset(ends)) for prompt, each in zip(ids, draws, strict=True)]
     found = []
     for prompt, answer in zip(prompts, engine.run(requests), strict=True):
         found.append(_told(prompt, answer, tokenizer))

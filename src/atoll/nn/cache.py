@@ -19,7 +19,7 @@ class DeltaState:
 
     state: Tensor | None = None
     window: Tensor | None = None
-    count: int | None = None
+    count: int | None = field(default=None, kw_only=True)
 
 
 def value_major(state: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.nn.cache import DeltaState, value_major
+from atoll.nn.carry import DeltaCarry
 from atoll.nn.linear import Linear, Weight
 from atoll.nn.pooled_cache import DeltaRows
 from atoll.ops import kda
@@ -82,15 +83,19 @@ class DeltaAttention(nn.Module):
             self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
             self.o_norm.weight.fill_(1.0)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaRows | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | DeltaRows | None = None) -> Tensor:
+        if isinstance(cache, DeltaCarry):
+            states = cache.enter(1 if cu_seqlens is None else cu_seqlens.numel() - 1)
+            out = self.forward(x, cu_seqlens=cu_seqlens, cache=states)
+            cache.leave(states)
+            return out
         if isinstance(cache, DeltaRows):
             return self._row_steps(x, cache)
         if cache is not None and self._steps(x, cache):
             return self._step(x, cache)
-        live = x.shape[1] if cache is None or cache.count is None else cache.count
-        q, k, v = self._convolved(x, cu_seqlens, cache, live)
-        shape = (x.shape[0], live, self.num_heads, self.head_dim)
-        decay = self.f_b_proj(self.f_a_proj(x))[:, :live].reshape(shape)
+        q, k, v = self._convolved(x, cu_seqlens, cache)
+        live = q.shape[1]
+        decay = self.f_b_proj(self.f_a_proj(x))[:, :live].reshape(q.shape)
         if self.probe is not None:
             self.probe.append(self.log_decay(decay.detach()))
         out, state = kda(
@@ -180,8 +185,9 @@ class DeltaAttention(nn.Module):
 
     # -------------------------------------------------- whole sequences
 
-    def _convolved(self, x: Tensor, cu_seqlens: Tensor | None, cache: DeltaState | None, live: int) -> tuple[Tensor, ...]:
-        """Queries, keys and values [B,live,H,K] of the first `live` tokens after convolution and SiLU; moves the cache's window on."""
+    def _convolved(self, x: Tensor, cu_seqlens: Tensor | None, cache: DeltaState | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values [B,n,H,K] of a call's n real tokens after convolution and SiLU; moves the cache's window on."""
+        live = x.shape[1] if cache is None or cache.count is None else cache.count
         inner = self.num_heads * self.head_dim
         windows = [None] * 3 if cache is None or cache.window is None else list(cache.window.split(inner, -1))
         pairs = ((self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d))

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from atoll.nn.cache import LatentState
+from atoll.nn.carry import LatentCarry
 from atoll.nn.linear import Linear, RMSNorm
 from atoll.nn.pooled_cache import LatentRows
 from atoll.ops.attention import causal_attention, latent_attention_step
 from atoll.ops.paged_attention import paged_latent_attention
+from atoll.ops.situ import wide
 
 
 class LatentAttention(nn.Module):
@@ -47,7 +49,8 @@ class LatentAttention(nn.Module):
         self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
         self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
         self.scale = (nope_dim + rope_dim) ** -0.5
-        self.track_max_logit, self.max_logit = False, None
+        self.track_max_logit = False
+        self.max_norms: Tensor | None = None  # [2,H]: the longest query and the longest key of each head since it was last set to None
         weights = {"device": device, "dtype": dtype}
         q_width = num_heads * (nope_dim + rope_dim)
         if q_lora_rank is None:
@@ -70,30 +73,50 @@ class LatentAttention(nn.Module):
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | LatentRows | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | LatentCarry | LatentRows | None = None
+    ) -> Tensor:
         q = self._queries(x)
         rows = self._latent_rows(x)
         if isinstance(cache, LatentRows):
-            out = self._paged(q, rows, cache)
+            return self._output(x, self._paged(q, rows, cache))
+        if isinstance(cache, LatentCarry):
+            cache.rows = rows
+            before = 0 if cache.prefix is None else cache.prefix.shape[1]
+            rows = rows if cache.prefix is None else torch.cat([cache.prefix, rows], 1)
+            bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+            return self._output(x, self._attend_from(q, rows, before, bounds))
+        offset = 0
+        if cache is not None:
+            offset = cache.length
+            rows = cache.append(rows)
+        if offset and x.shape[1] == 1:
+            out = self._absorbed(q, rows)
         else:
-            offset = 0
-            if cache is not None:
-                offset = cache.length
-                rows = cache.append(rows)
-            out = self._whole(q, rows, offset, cu_seqlens)
+            k, v = self._expand(rows)
+            if self.track_max_logit and self.training:
+                self._note_norms(q, k)
+            out = causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
+        return self._output(x, out)
+
+    def _output(self, x: Tensor, out: Tensor) -> Tensor:
         out = out.flatten(2)
         if self.g_proj is not None:
             out = out * torch.sigmoid(self.g_proj(x))
         return self.o_proj(out.to(x.dtype))
 
-    def _whole(self, q: Tensor, rows: Tensor, offset: int, cu_seqlens: Tensor | None) -> Tensor:
-        """Attention over rows [B,offset+T,kv_lora+rope] of sequences of one length. [B,T,H,v]"""
-        if offset and q.shape[1] == 1:
-            return self._absorbed(q, rows)
+    def _attend_from(self, q: Tensor, rows: Tensor, before: int, bounds: list[int]) -> Tensor:
+        """Queries [1,T,...] of a part of a row, whose documents lie at `bounds`, over the latents [1,before+T,...] of that part and of the
+        `before` tokens ahead of it that its first document has."""
         k, v = self._expand(rows)
-        if self.track_max_logit:
-            self._note_max_logit(q, k)
-        return causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
+        if self.track_max_logit and self.training:
+            self._note_norms(q, k)
+        n = bounds[1]
+        outs = [causal_attention(q[:, :n], k[:, : before + n], v[:, : before + n], scale=self.scale, offset=before)]
+        if n < q.shape[1]:
+            rest = torch.tensor([b - n for b in bounds[1:]], device=q.device)
+            outs.append(causal_attention(q[:, n:], k[:, before + n :], v[:, before + n :], scale=self.scale, cu_seqlens=rest))
+        return torch.cat(outs, 1)
 
     def _queries(self, x: Tensor) -> Tensor:
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
@@ -136,7 +159,14 @@ class LatentAttention(nn.Module):
         return torch.einsum("bthn,hnc->bthc", q_nope, w_k), q_pe, w_v
 
     @torch.no_grad()
-    def _note_max_logit(self, q: Tensor, k: Tensor) -> None:
-        """An upper bound of each head's largest logit, by Cauchy-Schwarz: exact maxima would cost a second attention."""
-        bound = self.scale * q.float().norm(dim=-1).amax((0, 1)) * k.float().norm(dim=-1).amax((0, 1))
-        self.max_logit = bound if self.max_logit is None else torch.maximum(self.max_logit, bound)
+    def _note_norms(self, q: Tensor, k: Tensor) -> None:
+        norms = torch.stack([x.to(wide(x.dtype)).norm(dim=-1).amax((0, 1)) for x in (q, k)])
+        self.max_norms = norms if self.max_norms is None else torch.maximum(self.max_norms, norms)
+
+    @property
+    def max_logit(self) -> Tensor | None:
+        """An upper bound [H] of each head's largest logit, by Cauchy-Schwarz: exact maxima would cost a second attention.
+
+        Of norms that are maxima over all tokens, however those were split over calls or processes.
+        """
+        return None if self.max_norms is None else self.scale * self.max_norms.prod(0)

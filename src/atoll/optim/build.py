@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,18 +37,29 @@ class AdamW(MasterOptimizer, torch.optim.AdamW):
 
 
 class ModelOptimizer:
-    """Both optimizers of a model, stepped together. Every state tensor has a name, so that a checkpoint needs no pickle."""
+    """Both optimizers of a model, stepped together. Every state tensor has a name, so that a checkpoint needs no pickle.
 
-    def __init__(self, model: nn.Module, config: OptimConfig, shapes: ModelConfig, ns_dtype: torch.dtype | None = None) -> None:
+    `held` names the tensors to be stepped where they are not the model's own parameters, and `muon` another form of `Muon`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        shapes: ModelConfig,
+        ns_dtype: torch.dtype | None = None,
+        held: Mapping[str, Tensor] | None = None,
+        muon: Callable[..., Muon] = Muon,
+    ) -> None:
         self.config, self.model = config, model
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in (held or dict(model.named_parameters())).items() if p.requires_grad}
         self.rules = rules(named.items(), shapes, config.experts)
         self.parts: dict[str, tuple[MasterOptimizer, list[str]]] = {}
-        muon = [n for n, r in self.rules.items() if r.kind == "muon"]
-        if muon:
-            group = {"params": [named[n] for n in muon], "blocks": [self.rules[n].blocks for n in muon], "peak": config.lr}
-            rule = Muon([group], config.lr, config.weight_decay, config.momentum, config.nesterov, ns_dtype=ns_dtype)
-            self.parts["muon"] = (rule, muon)
+        names = [n for n, r in self.rules.items() if r.kind == "muon"]
+        if names:
+            group = {"params": [named[n] for n in names], "blocks": [self.rules[n].blocks for n in names], "peak": config.lr}
+            rule = muon([group], config.lr, config.weight_decay, config.momentum, config.nesterov, ns_dtype=ns_dtype)
+            self.parts["muon"] = (rule, names)
         by_kind: dict[tuple[bool, str], list[str]] = {}
         for name, r in self.rules.items():
             if r.kind == "adamw":
@@ -78,15 +90,29 @@ class ModelOptimizer:
             for group in part.param_groups:
                 group["lr"] = group["peak"] * share
             part.step()
+        self._clip_logits(skip)
+
+    def _clip_logits(self, skip: Tensor | None) -> None:
         for layer in self._clipped:
             assert self.config.qk_clip is not None
             qk_clip(layer, self.config.qk_clip, self.masters, skip)
-            layer.max_logit = None
+            layer.max_norms = None
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for part, _ in self.parts.values():
             part.zero_grad()
+
+    context: Any = None  # where sequences are cut over processes, `parallel.context.Context`
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, as a checkpoint stores them."""
+        return self.model.num_parameters()  # pyright: ignore[reportCallIssue]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's tensors by name, as a checkpoint stores them."""
+        return {name: t.detach() for name, t in self.model.state_dict().items()}
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor by name, live: `muon.momentum.NAME`, `adamw.exp_avg.NAME`, `master.NAME` and so on."""

@@ -8,7 +8,7 @@ difference between a few large products and thousands of small ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,10 @@ class Muon(MasterOptimizer):
         for p, blocks in zip(group["params"], group["blocks"], strict=True):
             if p.dim() not in (2, 3):
                 raise ValueError(f"Muon takes matrices or stacks of matrices, not shape {tuple(p.shape)}")
-            blocks.split(p.detach())
+            self._check_blocks(p, blocks)
+
+    def _check_blocks(self, p: Tensor, blocks: Blocks) -> None:
+        blocks.split(p.detach())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -107,13 +110,8 @@ class Muon(MasterOptimizer):
         loss = closure() if closure is not None else None
         self.take_gradients()
         for group in self.param_groups:
-            weights: list[Tensor] = []
-            updates: list[Tensor] = []
-            for p, blocks in zip(group["params"], group["blocks"], strict=True):
-                if p.grad is not None:
-                    weights += blocks.split(p)
-                    updates += blocks.split(self._momentum(p, group))
-            self._apply(weights, updates, group)
+            pairs = zip(group["params"], group["blocks"], strict=True)
+            self._update([(p, blocks, self._momentum(p, group)) for p, blocks in pairs if p.grad is not None], group)
         self.publish()
         return loss
 
@@ -129,14 +127,26 @@ class Muon(MasterOptimizer):
             buffer.copy_(torch.where(skip, buffer, buffer * mu + gradient))
         return buffer.mul(mu).add_(gradient) if group["nesterov"] else buffer
 
-    def _apply(self, weights: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> None:
-        lr = group["lr"] if self.found_inf is None else group["lr"] * (1 - self.found_inf)
-        for indices in _batches([u.shape for u in updates]):
-            rows, cols = updates[indices[0]].shape[-2:]
-            ortho = _orthogonal([updates[i] for i in indices], group["ns_steps"], group["ns_dtype"])
-            scale = 0.2 * max(rows, cols) ** 0.5
-            for i, block in zip(indices, ortho.split([updates[i].shape[0] for i in indices]), strict=True):
-                weights[i].mul_(1 - lr * group["weight_decay"]).sub_(block.to(weights[i].dtype) * (lr * scale))
+    def _update(self, taken: list[tuple[Tensor, Blocks, Tensor]], group: dict[str, Any]) -> None:
+        """Step parameters, each given with its blocks and the matrix to be orthogonalised."""
+        weights = [w for p, blocks, _ in taken for w in blocks.split(p)]
+        updates = [u for _, blocks, whole in taken for u in blocks.split(whole)]
+        lr = self._rate(group)
+        for i, block, scale in orthogonalised(updates, group["ns_steps"], group["ns_dtype"]):
+            weights[i].mul_(1 - lr * group["weight_decay"]).sub_(block.to(weights[i].dtype) * (lr * scale))
+
+    def _rate(self, group: dict[str, Any]) -> Any:
+        """The step size: 0 where the step is skipped."""
+        return group["lr"] if self.found_inf is None else group["lr"] * (1 - self.found_inf)
+
+
+def orthogonalised(stacks: list[Tensor], steps: int, dtype: torch.dtype | None) -> Iterator[tuple[int, Tensor, float]]:
+    """(index, orthogonal matrices, factor of the update) of every stack [n, r, c], those of one shape in one batch."""
+    for indices in _batches([s.shape for s in stacks]):
+        rows, cols = stacks[indices[0]].shape[-2:]
+        ortho = _orthogonal([stacks[i] for i in indices], steps, dtype)
+        for i, block in zip(indices, ortho.split([stacks[i].shape[0] for i in indices]), strict=True):
+            yield i, block, 0.2 * max(rows, cols) ** 0.5
 
 
 def _orthogonal(stacks: list[Tensor], steps: int, dtype: torch.dtype | None) -> Tensor:

@@ -16,9 +16,10 @@ import torch
 
 from atoll.config import Config, UserError
 from atoll.data.packing import open_sampler
+from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train import checkpoint, folder
 from atoll.train.screen import Screen, duration
-from atoll.train.stages import plan
+from atoll.train.stages import plan, settled
 
 if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
@@ -30,12 +31,15 @@ REPORT_SECONDS = 12.0  # plots and page, on a slow core
 LEAST_STEPS = 10
 
 
-def freeze(config: Config, corpus: Any, out: Path, screen: Screen, started: float) -> Config:
+def freeze(config: Config, corpus: Any, out: Path, screen: Screen, started: float, ranks: Ranks = ALONE) -> Config:
     """`config` with threads and steps filled in. `started`: when the clock of `train.minutes` began (`time.monotonic()`).
 
     Raises `UserError` when the minutes leave no time to train.
     """
-    threads = config.train.threads or torch.get_num_threads()
+    if config.stages[0].tokens is not None:
+        stages, steps = settled(config.stages)
+        config = dataclasses.replace(config, stages=stages, train=dataclasses.replace(config.train, steps=config.train.steps or steps))
+    threads = config.train.threads or round(ranks.longest(torch.get_num_threads()))
     train = dataclasses.replace(config.train, threads=threads)
     rounds = _epoch_steps(config, corpus) if train.epochs is not None and train.steps is None else None
     if train.minutes is None and train.steps is None:
@@ -45,8 +49,8 @@ def freeze(config: Config, corpus: Any, out: Path, screen: Screen, started: floa
     assert train.minutes is not None
     budget = train.minutes * 60
     screen.say(f"timing this machine to fill {train.minutes:g} minutes")
-    costs = _measure(dataclasses.replace(config, train=train), corpus, out, budget)
-    spent = time.monotonic() - started
+    costs = _measure(dataclasses.replace(config, train=train), corpus, out, budget, ranks)
+    spent = ranks.longest(time.monotonic() - started)
     left = budget * (1 - MARGIN) - spent - costs.end
     steps = int(left / costs.step)
     if steps < LEAST_STEPS:
@@ -75,15 +79,15 @@ class Costs:
     end: float  # of all that follows the last step
 
 
-def _measure(config: Config, corpus: Any, out: Path, budget: float) -> Costs:
-    """Run every part once on a model that is thrown away."""
+def _measure(config: Config, corpus: Any, out: Path, budget: float, ranks: Ranks) -> Costs:
+    """Run every part once on a model that is thrown away. Every process of `ranks` comes to the same numbers."""
     from atoll.train.callbacks.probes import look
     from atoll.train.callbacks.samples import sample
     from atoll.train.finish import compressed, heldout
     from atoll.train.trainer import Trainer
 
     c = config.train
-    trial = Trainer(dataclasses.replace(config, train=dataclasses.replace(c, steps=1 << 20)), corpus, out, Screen())
+    trial = Trainer(dataclasses.replace(config, train=dataclasses.replace(c, steps=1 << 20)), corpus, out, Screen(), ranks)
     share = budget * TIMING / len(config.stages)
     step = sum(s.share * _time_steps(trial, i, share) for i, s in enumerate(config.stages))
     validation = _seconds(lambda: heldout(trial, c.validate_tokens), trial)
@@ -92,7 +96,7 @@ def _measure(config: Config, corpus: Any, out: Path, budget: float) -> Costs:
     saving = _seconds(lambda: _try_saving(trial), trial)
     end = validation + sampling + probing + saving
     if c.evaluate:
-        compressed(corpus)  # kept: its time is spent now, not at the end
+        ranks.on_main(lambda: compressed(corpus))  # kept: its time is spent now, not at the end
         end += validation * max(1.0, corpus.heldout.num_tokens / c.validate_tokens)
     end += saving * c.export + REPORT_SECONDS * c.report
     regular = (validation + probing) / c.validate_every + sampling / c.sample_every + saving / c.save_every
@@ -116,13 +120,14 @@ def _seconds(part: Any, trial: Trainer) -> float:
     part()
     if trial.device.type == "cuda":
         torch.cuda.synchronize(trial.device)
-    return time.monotonic() - begun
+    return trial.ranks.longest(time.monotonic() - begun)
 
 
 def _try_saving(trial: Trainer) -> None:
     """A checkpoint like the run's, removed at once; on a full disk this is where the run ends, before it began."""
     place = trial.out / folder.TRIAL
     try:
-        checkpoint.save(place, 0, trial.tensors(), trial.meta(), 1)
+        checkpoint.save(place, 0, trial.tensors(), trial.meta(), 1, trial.ranks)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        if trial.ranks.main:
+            shutil.rmtree(place, ignore_errors=True)

@@ -3,7 +3,8 @@
 Tensors go through torch.distributed.checkpoint's safetensors storage (its default storage keeps a pickle), flat under dotted
 names; scalars and a checksum of every file into `checkpoint.json`. Everything is written to a folder aside, synced, and renamed
 to `step-N`; the sync of the parent makes the rename last. A damaged folder is found by its checksums, named in one line, and the
-one before it is taken.
+one before it is taken. Of several processes each writes what it holds, into the same folder (a file system that all of them see); any
+other number of them reads it back, each what it is to hold.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from atoll.config import UserError
 from atoll.data.cache import sync
+from atoll.parallel.ranks import ALONE, Ranks
 
 FORMAT = 1
 META = "checkpoint.json"
@@ -37,44 +39,66 @@ class Damaged(Exception):
 # ---------------------------------------------------------------- writing
 
 
-def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
-    """Write `folder`/step-N and drop all but the newest `keep`. Raises `UserError` on a full disk; older checkpoints stay whole."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int, ranks: Ranks = ALONE) -> Path:
+    """Write `folder`/step-N and drop all but the newest `keep`. Raises `UserError` on a full disk; older checkpoints stay whole.
+
+    Of several `ranks` all call it; cut tensors are DTensors.
+    """
     final, aside = folder / f"step-{step}", folder / f"{ASIDE}{step}"
+    num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())  # of all processes: DTensors count as a whole
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        _require_space(folder, sum(t.numel() * t.element_size() for t in tensors.values()))
-        _write_tensors(aside, tensors)
-        files = {p.name: _describe(p) for p in sorted(aside.iterdir())}
-        _write_text(aside / META, json.dumps({"format": FORMAT, "step": step, **meta, "files": files}, indent=1))
-        for path in [*aside.iterdir(), aside]:
-            sync(path)
-        _swap(aside, final)
+        ranks.on_main(lambda: _begin(folder, aside, num_bytes))
+        _write_tensors(aside, tensors, ranks)
+        files = _describe_all(aside, ranks)
+        ranks.on_main(lambda: _end(aside, final, {"format": FORMAT, "step": step, **meta, "files": files}))
     except BaseException as error:  # DCP's CheckpointException is no Exception
         shutil.rmtree(aside, ignore_errors=True)
         if is_disk_full(error):
             remedy = f"free space, then: atoll train --resume {folder.parent}"
             raise UserError(f"{final}: the disk is full, nothing of it was kept; {remedy}") from None
         raise
-    for old in steps(folder)[:-keep]:
-        shutil.rmtree(folder / f"step-{old}", ignore_errors=True)
+    if ranks.main:
+        for old in steps(folder)[:-keep]:
+            shutil.rmtree(folder / f"step-{old}", ignore_errors=True)
     return final
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+def _begin(folder: Path, aside: Path, num_bytes: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    _require_space(folder, num_bytes)
+
+
+def _end(aside: Path, final: Path, meta: dict[str, Any]) -> None:
+    _write_text(aside / META, json.dumps(meta, indent=1))
+    for path in (aside / META, aside):
+        sync(path)
+    _swap(aside, final)
+
+
+def _describe_all(aside: Path, ranks: Ranks) -> dict[str, Any]:
+    """Name → size and checksum of every file, once the disk has it; each process sees to those it wrote."""
+    mine = sorted(p for p in aside.iterdir() if ranks.size == 1 or p.name.startswith(f"shard-{ranks.rank + 1:05d}-"))
+    for path in mine:
+        sync(path)
+    return {name: about for part in ranks.gather({p.name: _describe(p) for p in mine}) for name, about in part.items()}
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     shard, size, where = 1, 0, {}
     for name, tensor in tensors.items():
         num_bytes = tensor.numel() * tensor.element_size()
-        if size and size + num_bytes > SHARD_BYTES:
+        if size and size + num_bytes > SHARD_BYTES * ranks.size:
             shard, size = shard + 1, 0
         where[name], size = shard, size + num_bytes
+    alone = ranks.size == 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns that this is one process, which is meant
-        dcp_save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), where), no_dist=True)
+        dcp_save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), where, save_distributed=not alone), no_dist=alone)
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:
@@ -187,7 +211,7 @@ def load(path: Path, tensors: dict[str, Tensor], prefix: str = "") -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    stored = {name: shape for name, shape in _shapes(path).items() if name.startswith(prefix)}
+    stored = {name: shape for name, shape in Contents(path).shapes.items() if name.startswith(prefix)}
     here = {name: tuple(t.shape) for name, t in tensors.items()}
     for name in sorted(stored.keys() ^ here.keys()):
         where = "in the checkpoint but not" if name in stored else "not in the checkpoint but"
@@ -200,14 +224,37 @@ def load(path: Path, tensors: dict[str, Tensor], prefix: str = "") -> None:
         dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import safe_open
+class Contents:
+    """The tensors of a checkpoint, by however many processes it was written."""
 
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as f:
-            found |= {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118 (not a dict)
-    return found
+    def __init__(self, path: Path) -> None:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        found = HuggingFaceStorageReader(str(path)).read_metadata()
+        self._tensors: dict[str, Any] = dict(found.state_dict_metadata)
+        self._files: Any = found.storage_data
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of the whole tensor."""
+        return {name: tuple(about.size) for name, about in self._tensors.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor."""
+        return self._tensors[name].properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        from safetensors import safe_open
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        about = self._tensors[name]
+        whole = torch.empty(about.size, dtype=about.properties.dtype)
+        for chunk in about.chunks:
+            place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            with safe_open(self._files[MetadataIndex(name, chunk.offsets)].relative_path, framework="pt") as file:
+                whole[place] = file.get_tensor(name)
+        return whole
 
 
 # ---------------------------------------------------------------- random numbers

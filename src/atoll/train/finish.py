@@ -15,25 +15,38 @@ if TYPE_CHECKING:
 
 
 def finish(trainer: Trainer) -> None:
-    """Everything after the last step that the settings ask for. Interrupted, it can be had again by resuming the run."""
-    c = trainer.config.train
+    """Everything after the last step that the settings ask for. Interrupted, it can be had again by resuming the run.
+
+    Of several processes all run the model, and the first does the rest.
+    """
+    c, ranks = trainer.config.train, trainer.ranks
     metrics = MetricsFile()
-    trainer.callbacks = [metrics]
-    metrics.start(trainer)
+    trainer.callbacks = [metrics] if ranks.main else []
+    for callback in trainer.callbacks:
+        callback.start(trainer)
     if c.evaluate:
         line = final_line(trainer)
         record(trainer, line)
         metrics.sync()
         trainer.screen.say(_verdict(line, trainer.config.data.kind))
     if c.export:
-        from atoll.hub.export import save
-
-        for leftover in trainer.out.glob(".model.*"):  # of an export that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        save(trainer.model, trainer.out / "model", trainer.corpus.tokenizer)
-        trainer.screen.say(f"model: {trainer.out / 'model'}")
+        ranks.on_main(lambda: _export(trainer))
     if c.report:
-        _report(trainer)
+        ranks.on_main(lambda: _report(trainer))
+
+
+def _export(trainer: Trainer) -> None:
+    from atoll.hub.export import save
+    from atoll.train.weights import export_step
+
+    for leftover in trainer.out.glob(".model.*"):  # of an export that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder, tokenizer = trainer.out / "model", trainer.corpus.tokenizer
+    if trainer.ranks.size == 1:
+        save(trainer.model, folder, tokenizer)
+    else:
+        export_step(trainer.out / "checkpoints" / f"step-{trainer.step}", trainer.config, folder, tokenizer)
+    trainer.screen.say(f"model: {folder}")
 
 
 def _report(trainer: Trainer) -> None:
@@ -51,7 +64,7 @@ def final_line(trainer: Trainer) -> dict[str, Any]:
     return {
         "kind": "final",
         **heldout(trainer, None),
-        **compressed(corpus),
+        **trainer.ranks.on_main(lambda: compressed(corpus)),
         "files": len(corpus.heldout_files),
         "bytes": sum(len(content) for _, content in corpus.heldout_files),
         "has_tests": corpus.has_tests,

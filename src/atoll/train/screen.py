@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import time
@@ -11,10 +12,11 @@ EVERY = 10.0  # seconds between live lines when the output is not a terminal
 
 
 class Screen:
-    """Standard output, with at most one live line at its end."""
+    """Standard output, with at most one live line at its end. `silent`: says nothing, as all processes of a run but the first."""
 
-    def __init__(self, stream: TextIO | None = None, every: float = EVERY) -> None:
-        self.stream = stream or sys.stdout
+    def __init__(self, stream: TextIO | None = None, every: float = EVERY, silent: bool = False) -> None:
+        self.stream = io.StringIO() if silent else stream or sys.stdout
+        self.silent = silent
         self.every = every
         self.terminal = self.stream.isatty()
         self._open = False
@@ -42,6 +44,8 @@ class Screen:
             self._open = False
 
     def _write(self, text: str) -> None:
+        if self.silent:
+            return
         try:
             self.stream.write(text)
             self.stream.flush()

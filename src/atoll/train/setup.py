@@ -12,6 +12,7 @@ import torch.utils.deterministic
 
 from atoll.config import Config, TrainConfig, UserError
 from atoll.optim import ModelOptimizer
+from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train.host import keep_freed_memory
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its one setting is hidden from type checkers
@@ -58,6 +59,7 @@ def settled(config: TrainConfig) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = False
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*determinis.*")
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here changes one in place
             yield
     finally:
         torch.set_num_threads(threads)
@@ -65,8 +67,8 @@ def settled(config: TrainConfig) -> Iterator[None]:
         _DETERMINISTIC.fill_uninitialized_memory = fill
 
 
-def build(config: Config, resumed: bool = False) -> tuple[Any, ModelOptimizer]:
-    """Model and optimizer at step 0: a function of the settings, and of the weights that `train.init` names.
+def build(config: Config, resumed: bool = False, ranks: Ranks = ALONE) -> tuple[Any, ModelOptimizer]:
+    """Model and optimizer at step 0: a function of the settings, and of the weights that `train.init` names; cut over `ranks`.
 
     `resumed`: a checkpoint will fill them, so those weights are not read and need not be there any more.
     """
@@ -80,4 +82,10 @@ def build(config: Config, resumed: bool = False) -> tuple[Any, ModelOptimizer]:
     if config.train.init is not None and not resumed:
         fill(model, config.train.init)
     ns_dtype = torch.bfloat16 if device.type == "cuda" else None
-    return model, ModelOptimizer(model, config.optim, config.model, ns_dtype)
+    if ranks.size == 1:
+        return model, ModelOptimizer(model, config.optim, config.model, ns_dtype)
+    from atoll.model import Output
+    from atoll.parallel import ShardedOptimizer, make_mesh, shard
+
+    sharded = shard(model, make_mesh(config.parallel, device.type), Output)
+    return model, ShardedOptimizer(sharded, ranks, config.optim, config.model, ns_dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.data.loader import Batch, Rows, make_batch
+from atoll.data.loader import IGNORED, Batch, Rows, make_batch
 from atoll.optim import ModelOptimizer
+from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train.guard import Guard
+from atoll.train.segments import Segments, Weights, accumulate_rows
 
 
 @dataclass(frozen=True)
@@ -35,40 +38,78 @@ def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> li
     return [make_batch(sampler, first + i, min(size, count - i)) for i in range(0, count, size)]
 
 
-def accumulate(model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None) -> tuple[Tensor, int]:
+def accumulate(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    routing: Sequence[Any] | None = None,
+    ranks: Ranks = ALONE,
+    context: Any = None,
+    segments: Segments | None = None,
+) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
-    balancing loss, by its share of the tokens it is a mean over. The loss returned is without it.
-    `routing` forces the experts, one entry a micro-batch. Returns the loss (float64 scalar, on the device) and the targets.
+    balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; `segments`
+    computes each row a segment at a time. Returns the loss (float64 scalar, on the device, without the auxiliary one) and the targets,
+    both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own batches.
     """
     device = next(model.parameters()).device
-    counts = [int((b.labels != -100).sum()) for b in batches]
-    total = max(1, sum(counts))
-    tokens = [int((b.input_ids != model.config.pad_token_id).sum()) for b in batches]  # pyright: ignore
+    pieces = [_piece(b, context) for b in batches]
+    counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
+    tokens = [int((ids != model.config.pad_token_id).sum()) for ids, _, _, _ in pieces]  # pyright: ignore
+    whole = Weights(*ranks.totals([sum(counts), sum(tokens)]))
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for i, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-        ids, labels, bounds = (t.to(device, non_blocking=True) for t in (batch.input_ids, batch.labels, batch.cu_seqlens))
+    for i, ((*tensors, options), count) in enumerate(zip(pieces, counts, strict=True)):
+        ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
+        if segments is not None:
+            loss += accumulate_rows(model, ids, labels, bounds, segments, whole)
+            continue
         forced = {} if routing is None else {"routing": routing[i]}
-        out = model(ids, labels=labels, cu_seqlens=bounds, **forced)
-        share = out.loss * (count / total)
-        extra = 0.0 if out.balance_loss is None else out.balance_loss * (tokens[i] / max(1, sum(tokens)))
-        (share + extra).backward()
+        with contextlib.nullcontext() if context is None else context.taking(batches[i].cu_seqlens.tolist()):
+            out = model(ids, labels=labels, cu_seqlens=bounds, **options, **forced)
+            share = out.loss * (count / max(1, whole.targets))
+            extra = 0.0 if out.balance_loss is None else out.balance_loss * (tokens[i] / max(1, whole.tokens))
+            (share + extra).backward()
         loss += share.detach()
-    return loss, sum(counts)
+    ranks.sum_(loss)
+    return loss, whole.targets
 
 
-def train_step(model: Any, optimizer: ModelOptimizer, guard: Guard, batches: Sequence[Batch], lr: float) -> StepResult:
-    """One step on `batches` at `lr` times the peak learning rates.
+def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """What this process computes of a batch: ids, labels, bounds, and how the model is to take them."""
+    if context is None:
+        return batch.input_ids, batch.labels, batch.cu_seqlens, {}
+    from atoll.model import next_tokens
+
+    share = context.share_of(batch.cu_seqlens.tolist())
+    targets = next_tokens(batch.labels, batch.cu_seqlens)
+    at = slice(share.start, share.stop)
+    return batch.input_ids[:, at], targets[:, at], torch.tensor(share.bounds), {"shifted": True}
+
+
+def train_step(
+    model: Any,
+    optimizer: ModelOptimizer,
+    guard: Guard,
+    batches: Sequence[Batch],
+    lr: float,
+    ranks: Ranks = ALONE,
+    segments: Segments | None = None,
+) -> StepResult:
+    """One step on `batches`, this process's part of it, at `lr` times the peak learning rates; `segments` as in `accumulate`.
 
     A step that the guard refuses leaves weights, optimizer state and router biases as they were, bit for bit.
     """
     model.train()
     optimizer.zero_grad()
-    loss, targets = accumulate(model, batches)
+    context = optimizer.context
+    loss, targets = accumulate(model, batches, ranks=ranks, context=context, segments=segments)
+    ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
     optimizer.step(lr, skip)
-    balance = model.balance_step(skip=skip)
+    balance = model.balance_step(ranks.group, skip)
+    mine = sum(b.num_bytes for b in batches) if context is None or context.rank == 0 else 0
+    num_bytes = ranks.totals([mine])[0]
     numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
-    return StepResult(numbers, targets, sum(b.num_bytes for b in batches), balance)
+    return StepResult(numbers, targets, num_bytes, balance)

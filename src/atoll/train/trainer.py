@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
+from atoll import parallel
 from atoll.config import Config, UserError
 from atoll.data import Corpus, open_corpus
 from atoll.data.packing import ConversationSampler, open_sampler
 from atoll.optim.schedule import factor
+from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train import budget, checkpoint, folder, initial, setup
 from atoll.train.balance import balance_line
 from atoll.train.callbacks import Callback, standard
 from atoll.train.finish import finish
 from atoll.train.guard import Guard
+from atoll.train.host import peak_memory
 from atoll.train.screen import Screen
 from atoll.train.signals import StopSignals
 from atoll.train.stages import Stage, plan, stage_at
@@ -50,29 +53,45 @@ def run(
     """
     started = time.monotonic() if started is None else started
     out, screen = Path(out), screen or Screen()
-    with folder.taken(out, resume):
-        if resume:
-            config = folder.frozen(out, config)
-        if config is None:
-            raise UserError("config: none given; name a preset or a TOML file")
-        if not resume:
-            config = initial.adopt(config)
-        with setup.settled(config.train):
-            corpus = open_corpus(config.data, config.model, screen.say)
-            for note in corpus.notes:
-                screen.say(note)
-            if not resume:
-                config = budget.freeze(config, corpus, out, screen, started)
-            trainer = Trainer(config, corpus, out, screen)
-            trainer.watchers = [] if watch is None else [watch]
-            if resume:
-                trainer.restore()
-            else:
-                folder.begin(out, config, corpus.tokenizer)  # once all that can be refused has been read: a refused start leaves no run
-                trainer.announce()
-            if trainer.fit():
-                _finish(trainer)
+    with parallel.started("auto" if config is None else config.train.device) as ranks:
+        screen = screen if ranks.main else Screen(silent=True)
+        resume = resume or (ranks.restarted and (out / "config.toml").is_file())
+        with ranks.on_main_throughout(lambda: folder.taken(out, resume)):
+            config = ranks.on_main(lambda: _settings(config, out, resume, ranks.size))
+            _train(config, out, resume, started, screen, ranks, watch)
     return out
+
+
+def _settings(config: Config | None, out: Path, resume: bool, processes: int) -> Config:
+    """The settings of the run, checked against the number of processes."""
+    if resume:
+        config = folder.frozen(out, config)
+    if config is None:
+        raise UserError("config: none given; name a preset or a TOML file")
+    if not resume:
+        config = initial.adopt(config)
+    parallel.check(config, processes)
+    return config
+
+
+def _train(config: Config, out: Path, resume: bool, started: float, screen: Screen, ranks: Ranks, watch: Callback | None) -> None:
+    with setup.settled(config.train):
+        with ranks.main_first():
+            corpus = open_corpus(config.data, config.model, screen.say)
+        for note in corpus.notes:
+            screen.say(note)
+        if not resume:
+            config = budget.freeze(config, corpus, out, screen, started, ranks)
+        trainer = Trainer(config, corpus, out, screen, ranks)
+        trainer.watchers = [] if watch is None else [watch]
+        if resume:
+            trainer.restore()
+        else:
+            # Once all that can be refused has been read: a refused start leaves no run.
+            ranks.on_main(lambda: folder.begin(out, config, corpus.tokenizer))
+            trainer.announce()
+        if trainer.fit():
+            _finish(trainer)
 
 
 def _finish(trainer: Trainer) -> None:
@@ -86,11 +105,12 @@ def _finish(trainer: Trainer) -> None:
 class Trainer:
     """A run in memory: model, optimizer, guard, samplers, and `step`, the number of optimizer steps done."""
 
-    def __init__(self, config: Config, corpus: Corpus, out: Path, screen: Screen) -> None:
+    def __init__(self, config: Config, corpus: Corpus, out: Path, screen: Screen, ranks: Ranks = ALONE) -> None:
         assert config.train.steps is not None
-        self.config, self.corpus, self.out, self.screen = config, corpus, out, screen
+        self.config, self.corpus, self.out, self.screen, self.ranks = config, corpus, out, screen, ranks
         self.device = setup.device_of(config.train)
-        self.model, self.optimizer = setup.build(config, resumed=bool(checkpoint.steps(out / "checkpoints")))
+        self.model, self.optimizer = setup.build(config, bool(checkpoint.steps(out / "checkpoints")), ranks)
+        self.num_parameters = self.optimizer.num_parameters  # of the whole model
         self.guard = Guard(config.train.skip_spike, self.device)
         self.steps, self.step = config.train.steps, 0
         self.stages = plan(config.stages, self.steps)
@@ -104,7 +124,7 @@ class Trainer:
 
     def fit(self) -> bool:
         """Train to the last step. False when it was asked to stop before; then a checkpoint was saved."""
-        self.callbacks = [*self.watchers, *standard(self.config.train)]
+        self.callbacks = [*self.watchers, *standard(self.config.train, self.ranks.main)]
         with StopSignals() as signals:
             for callback in self.callbacks:
                 callback.start(self)
@@ -117,7 +137,7 @@ class Trainer:
                 if pending is not None:
                     self._report(*pending)
                 pending = (result, stage, begun)
-                self.stopping = signals.asked
+                self.stopping = self.ranks.any(signals.asked)
                 if self.device.type == "cpu" or self.stopping or any(c.due(self) for c in self.callbacks):
                     self._report(*pending)
                     pending = None
@@ -134,13 +154,18 @@ class Trainer:
 
     def train_step(self, stage: Stage) -> StepResult:
         """The optimizer step after `step`, on the samples that its number gives."""
-        o = self.config.optim
-        batches = micro_batches(self.samplers[stage.index], stage.first_sample(self.step), stage.batch, self.config.train.micro_batch)
-        return train_step(self.model, self.optimizer, self.guard, batches, self.learning_rate(self.step, o.warmup, o.min_lr))
+        o, (place, places) = self.config.optim, parallel.place(self.config.parallel, self.ranks.rank)
+        share = stage.batch // places
+        first = stage.first_sample(self.step) + place * share
+        micro = self.config.train.micro_batch if stage.micro_batch is None else stage.micro_batch
+        batches = micro_batches(self.samplers[stage.index], first, share, micro)
+        self.model.gradient_checkpointing = self.config.train.gradient_checkpointing if stage.recompute is None else stage.recompute
+        rate = self.learning_rate(self.step, o.warmup, o.min_lr)
+        return train_step(self.model, self.optimizer, self.guard, batches, rate, self.ranks, stage.segments)
 
     def learning_rate(self, step: int, warmup: float, floor: float) -> float:
         """Share of the peak learning rate at the 0-based `step`."""
-        return factor(step, self.steps, warmup, floor)
+        return factor(step, self.steps, warmup, floor) * stage_at(self.stages, step).lr
 
     def _report(self, result: StepResult, stage: Stage, begun: float) -> None:
         """Hand the numbers of a step to the callbacks, as one flat line."""
@@ -173,6 +198,7 @@ class Trainer:
             "tokens_per_second": stage.tokens / max(seconds, 1e-9),
             "lr": o.lr * self.learning_rate(number - 1, o.warmup, o.min_lr),
             "grad_norm": norm,
+            "peak_memory": peak_memory(self.device),
             **balance_line(result.balance, self.config),
             "skipped": skipped,
         }
@@ -181,7 +207,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint holds that is a tensor, by name. Live, but for the random states."""
-        model = {f"model.{n}": t.detach() for n, t in self.model.state_dict().items()}
+        model = {f"model.{n}": t for n, t in self.optimizer.weights().items()}
         optim = {f"optim.{n}": t for n, t in self.optimizer.state().items()}
         guard = {f"guard.{n}": t for n, t in self.guard.state().items()}
         rng = {f"rng.{n}": t for n, t in checkpoint.rng_state(self.device).items()}
@@ -204,24 +230,30 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint of this step, unless it is there already."""
         c = self.config.train
-        checkpoint.save(self.out / "checkpoints", self.step, self.tensors(), self.meta(), c.keep)
+        checkpoint.save(self.out / "checkpoints", self.step, self.tensors(), self.meta(), c.keep, self.ranks)
 
     def restore(self) -> None:
         """Go back to the newest whole checkpoint in the folder, or to step 0. Raises `UserError` when it does not fit this run."""
-        if not (self.out / "tokenizer.json").is_file():
-            self.corpus.tokenizer.save(self.out / "tokenizer.json")
-        found = checkpoint.newest(self.out / "checkpoints", self.screen.say)
+        found = self.ranks.on_main(self._newest)
         if found is not None:
             path, meta = found
-            self._check_fits(path, meta)
             tensors = self.tensors()
             checkpoint.load(path, tensors)
             states = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
             checkpoint.set_rng_state(states, self.device)
             self.step = int(meta["step"])
         self._reported = self.step
-        folder.cut_metrics(self.out, self.step)
+        self.ranks.on_main(lambda: folder.cut_metrics(self.out, self.step))
         self.screen.say(f"resuming {self.out} after step {self.step:,} of {self.steps:,}")
+
+    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint, once it fits this run."""
+        if not (self.out / "tokenizer.json").is_file():
+            self.corpus.tokenizer.save(self.out / "tokenizer.json")
+        found = checkpoint.newest(self.out / "checkpoints", self.screen.say)
+        if found is not None:
+            self._check_fits(*found)
+        return found
 
     def _check_fits(self, path: Path, meta: dict[str, Any]) -> None:
         mine = self.meta()
@@ -237,7 +269,8 @@ class Trainer:
     def announce(self) -> None:
         """Say what is about to be trained."""
         stages = ", ".join(f"{s.name}: {s.stop - s.start:,} steps of {s.batch} x {s.length:,} tokens" for s in self.stages)
-        self.screen.say(f"{self.model.num_parameters():,} parameters on {self.device}; {stages}")
+        where = f"{self.device}" if self.ranks.size == 1 else f"{self.ranks.size} processes, {self.device}"
+        self.screen.say(f"{self.num_parameters:,} parameters on {where}; {stages}")
         for sampler in self.samplers:
             if isinstance(sampler, ConversationSampler):
                 self.screen.say(sampler.note)

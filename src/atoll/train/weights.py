@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from atoll.config import UserError, load_config
+from atoll.config import Config, UserError, load_config
+from atoll.hub.export import write_folder
+from atoll.hub.layout import Slot, pack, slots
 from atoll.model import Model
 from atoll.train import checkpoint
 
@@ -42,9 +46,24 @@ def model_at(step: Path) -> Model:
     return model.eval()
 
 
+def export_step(step: Path, config: Config, folder: Path, tokenizer: Any) -> None:
+    """Write the model at the checkpoint `step` as a folder in the hub's layout, one tensor at a time: the model is never whole in memory.
+
+    Not for quantised experts. Raises `UserError` as `hub.export.save` does.
+    """
+    model, contents = Model(config.model, config.balance, dtype=_dtype(step), device="meta"), checkpoint.Contents(step)
+    read = functools.lru_cache(1)(contents.read)  # the experts of a stack come one after another
+
+    def fetch(slot: Slot) -> torch.Tensor:
+        at = slot.tensor  # on the meta device: says which part of the stored tensor is meant
+        part = torch.as_strided(read(PREFIX + slot.inner), at.shape, at.stride(), at.storage_offset())
+        return pack(dataclasses.replace(slot, tensor=part))
+
+    write_folder(config.model, slots(model), folder, tokenizer, fetch=fetch)
+
+
 def _dtype(step: Path) -> torch.dtype:
-    for file in sorted(step.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as f:
-            if EMBEDDING in f.keys():  # noqa: SIM118 (not a dict)
-                return f.get_slice(EMBEDDING)[:1].dtype
-    raise UserError(f"{step}: {EMBEDDING} is missing; take another step")
+    contents = checkpoint.Contents(step)
+    if EMBEDDING not in contents.shapes:
+        raise UserError(f"{step}: {EMBEDDING} is missing; take another step")
+    return contents.dtype(EMBEDDING)

@@ -15,12 +15,14 @@ from atoll.train.callbacks.validation import Validation
 __all__ = ["Callback", "standard"]
 
 
-def standard(config: TrainConfig) -> list[Callback]:
-    """The callbacks of every run, in order. Saving is last: a checkpoint finds all lines of its step in the file."""
+def standard(config: TrainConfig, main: bool = True) -> list[Callback]:
+    """The callbacks of every run, in order. Saving is last: a checkpoint finds all lines of its step in the file.
+
+    Those that run the model run on every process; those that only write, on the `main` one.
+    """
+    writing = [MetricsFile(), TensorBoard(), LiveLine()] if main else []
     return [
-        MetricsFile(),
-        TensorBoard(),
-        LiveLine(),
+        *writing,
         Validation(config.validate_every),
         Samples(config.sample_every),
         Probes(config.validate_every),

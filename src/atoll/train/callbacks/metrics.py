@@ -59,7 +59,7 @@ def _finite(value: Any) -> Any:
 def _about(trainer: Trainer) -> dict[str, Any]:
     return {
         "kind": "run",
-        "parameters": trainer.model.num_parameters(),
+        "parameters": trainer.num_parameters,
         "device": torch.cuda.get_device_name(trainer.device)
         if trainer.device.type == "cuda"
         else platform.processor() or platform.machine(),

@@ -25,9 +25,11 @@ class Probes(Callback):
         self.every = every
 
     def act(self, trainer: Trainer) -> None:
-        path = trainer.out / "probes" / f"step-{trainer.step}.json"
-        path.parent.mkdir(exist_ok=True)
-        checkpoint.write_whole(path, json.dumps({"step": trainer.step, **look(trainer)}))
+        seen = look(trainer)
+        if trainer.ranks.main:
+            path = trainer.out / "probes" / f"step-{trainer.step}.json"
+            path.parent.mkdir(exist_ok=True)
+            checkpoint.write_whole(path, json.dumps({"step": trainer.step, **seen}))
 
 
 @torch.no_grad()

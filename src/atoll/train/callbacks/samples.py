@@ -37,8 +37,11 @@ def sample(trainer: Trainer) -> str:
     stops = (m.eos_token_id, *(tokenizer.special[n] for n in ("<|end_of_msg|>",) if n in tokenizer.special))
     ids = torch.tensor([prompt], device=trainer.device)
     seed = c.seed + trainer.step
-    out = generate(trainer.model, ids, TOKENS, temperature=0.7, top_p=0.95, seed=seed, stop_ids=stops)
-    return tokenizer.decode([i for i in out[0].tolist() if i not in (m.bos_token_id, m.eos_token_id, m.pad_token_id)])
+    # Over several processes all must make the same number of steps, also where the last bits of their logits differ.
+    alone = trainer.ranks.size == 1
+    out = generate(trainer.model, ids, TOKENS, temperature=0.7, top_p=0.95, seed=seed, stop_ids=stops if alone else ())[0].tolist()
+    end = next((i for i in range(len(prompt), len(out)) if out[i] in stops), len(out))
+    return tokenizer.decode([i for i in out[: end + 1] if i not in (m.bos_token_id, m.eos_token_id, m.pad_token_id)])
 
 
 def _prompt(trainer: Trainer) -> list[int]:
