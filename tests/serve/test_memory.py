@@ -118,6 +118,12 @@ def test_an_answer_cut_off_anywhere_is_completed_to_what_its_reader_saw(message,
     assert after.history["exact"] == 1
 
 
+def test_an_answer_with_an_images_place_in_it_is_not_kept():
+    ids = written({"reasoning": "hm", "content": "hello"})
+    ids.insert(2, TOKENIZER.special["<|media_pad|>"])
+    assert read(ids).kept_ids() is None
+
+
 def test_an_answer_ended_by_eos_is_kept_without_it():
     whole = written({"reasoning": "hm", "content": "hello"})
     second = [i for i, id in enumerate(whole) if id == CLOSE][1]  # the response's

@@ -14,7 +14,7 @@ from atoll.infer.request import Answer, Step
 from atoll.infer.stream import TextStream
 from atoll.serve.text import Output, Token
 
-END = "<|end_of_msg|>"
+END, IMAGE = "<|end_of_msg|>", "<|media_pad|>"
 CLOSABLE = {"message", "think", "response"}
 
 
@@ -159,6 +159,8 @@ class ChatReader:
         """The sampled ids, completed to a whole message; None where what was shown cannot be completed to what was sampled."""
         unclosed = self._parser.unclosed()
         if self._output.stopped or unclosed is None or not CLOSABLE.issuperset(unclosed):
+            return None
+        if self._tokenizer.special.get(IMAGE) in self.ids:  # an image's place without an image: no prompt can hold it again
             return None
         ids = self.ids[:-1] if self._cut_by is not None else list(self.ids)
         ended = not unclosed and ids[-1:] == [self._tokenizer.special[END]]
