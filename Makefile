@@ -1,6 +1,6 @@
 # make train   sets up .venv and trains the whole blueprint, small, on this machine's own text
 # make test    sets up .venv and passes lint, types, the import contract and the tests
-# make test-adapters   sets up .venv-adapters and holds Atoll against mlx-lm, transformers, trl, peft and compressed-tensors
+# make test-adapters   sets up .venv-adapters and holds Atoll against mlx-lm, transformers, trl, peft, compressed-tensors and lm-eval
 # A fresh machine needs Python 3.11 or newer, make and git.
 
 PYTHON ?= python3

@@ -161,7 +161,7 @@ def test_resume_reads_the_runs_own_config(trained):
     ("words", "says"),
     [
         ("trian tiny", ["trian", "did you mean train?"]),
-        ("frobnicate", ["frobnicate", "train, sample, eval, compare, report, plan, audit, export, import"]),
+        ("xyzzy", ["xyzzy", "train, sample, chat, serve, eval, compare, report, plan, audit, export, import"]),
         ("train", ["CONFIG", "tiny"]),
         ("train tinny", ["tinny", "did you mean 'tiny'"]),
         ("train no/such.toml", ["no/such.toml", "no such preset or file"]),

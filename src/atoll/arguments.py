@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import io
 import json
@@ -326,6 +327,19 @@ def model_folder(run: str) -> Path:
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: no tokenizer.json; text cannot be read without it")
     return folder
+
+
+def model_name(folder: Path) -> str:
+    """What a model is called: its folder's name, or its run's where that is `model`."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "model" else folder.name
+
+
+def need(extra: str, *packages: str) -> None:
+    """Raises `UserError` where a package of `atoll[extra]` is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{', '.join(missing)}: not installed; pip install 'atoll[{extra}]'")
 
 
 def show(result: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:

@@ -80,6 +80,92 @@ def sample(
     sys.stdout.write("\n")
 
 
+def chat(
+    run: Run,
+    system: str | None = None,
+    tokens: int = 2048,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    top_k: int | None = None,
+    seed: int | None = None,
+    thinking: bool = True,
+) -> None:
+    """Talk with a trained model in the terminal; /help lists what can be typed.
+
+    Args:
+        run: a run's folder, or a folder in the hub's layout
+        system: what the model is told before the conversation
+        tokens: most tokens of an answer
+        temperature: 0 always takes the likeliest token; 1 samples as the model believes
+        top_p: sample among the likeliest tokens that hold this share of the probability
+        top_k: sample among this many likeliest tokens
+        seed: the same seed gives the same answers
+        thinking: let the assistant think first
+    """
+    folder = arguments.model_folder(run)
+    from atoll.infer.request import Sampling
+    from atoll.serve.terminal import Terminal
+
+    Terminal.open(folder, system or "", tokens, Sampling(temperature, top_p, top_k, seed=seed), thinking).talk()
+
+
+def serve(
+    run: Run,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    hosts: str | None = None,
+    name: str | None = None,
+    max_model_len: int = 32768,
+    slots: int = 8,
+    device_mib: float = 512,
+    host_mib: float = 512,
+    speculate: Literal["none", "lookup"] = "none",
+    max_live: int = 256,
+    timeout: float = 600,
+    drain: float = 30,
+    thinking: bool = True,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Serve a trained model to OpenAI clients and browsers: docs/serving.md. Keys come from ATOLL_API_KEY and ATOLL_ADMIN_KEY.
+
+    Args:
+        run: a run's folder, or a folder in the hub's layout
+        host: address to listen on; any but the loopback's needs ATOLL_API_KEY
+        port: 0 takes a free one
+        hosts: names, with commas between, under which the server is reached; others are refused
+        name: of the model in requests; the folder's if none
+        max_model_len: most tokens of a prompt and its answer together
+        slots: sequences decoded at once
+        device_mib: memory for states and cached prefixes on the model's device
+        host_mib: memory for cached prefixes in the host
+        speculate: lookup guesses the next tokens from the text so far and checks them at once
+        max_live: answers running or waiting; one more is told to come back (429)
+        timeout: most seconds of an answer
+        drain: seconds that running answers have after SIGTERM or Ctrl-C; a second one stops at once
+        thinking: let the assistant think first, where a request does not say
+        dtype: type of the weights; none is bfloat16 on a GPU, else float32
+        device: where; auto takes the GPU if there is one
+    """
+    folder = arguments.model_folder(run)
+    arguments.need("serve", "fastapi", "uvicorn")
+    import torch
+
+    from atoll.infer.engine import EngineSettings
+    from atoll.serve import process
+    from atoll.serve.settings import ServerSettings
+
+    where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    names = tuple(filter(None, (hosts or "").split(",")))
+    settings = ServerSettings(
+        host=host, port=port, hosts=names, name=name or arguments.model_name(folder), thinking=thinking,
+        max_model_len=max_model_len, max_live=max_live, timeout=timeout, drain=drain, **process.keys_of_environment(),
+    )  # fmt: skip
+    kind = getattr(torch, dtype or ("bfloat16" if where == "cuda" else "float32"))
+    engine = EngineSettings(slots=slots, device_mib=device_mib, host_mib=host_mib, speculate=speculate)
+    process.serve(folder, settings, engine, kind, where)
+
+
 def evaluate(run: Run, against: str | None = None, json: bool = False) -> None:
     """Measure a run's model on its whole held-out split, in bits per byte; or hold a model against another implementation.
 
@@ -252,6 +338,8 @@ def selftest(device: Literal["auto", "cpu", "cuda"] = "auto", json: bool = False
 VERBS = {
     "train": train,
     "sample": sample,
+    "chat": chat,
+    "serve": serve,
     "eval": evaluate,
     "compare": compare,
     "report": report,
