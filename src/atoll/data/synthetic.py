@@ -1,0 +1,114 @@
+"""Generated tasks as training data: rows by global index, the loss on answers alone, mixed with rows of text where that is asked for.
+
+Row n is a function of the tasks, the row's length, `data.seed`, n, and of the text that needles lie in. It holds 2^g samples, each a
+segment of its own, of an equal share of the row; g is 0 in half of the rows, 1 in a quarter, and so on down to samples of 16 tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from atoll.config import DataConfig, ModelConfig
+from atoll.data.corpus import Corpus, Progress, open_text
+from atoll.data.documents import TokenSet, from_tasks
+from atoll.data.loader import Sampler
+from atoll.data.tasks import FORMED, LEAST, Draw, Sample, Tasks, check
+
+HELDOUT = (64, 512)  # held-out samples, and tokens of the longest
+ROW, SHORT = 128, 1024  # an epoch is said to be so many rows; formed tasks get no less than this, where a row has it
+TRAIN, ELSEWHERE = 1, 2  # keys of the two splits
+
+
+@dataclass(frozen=True)
+class TaskMix:
+    """What a training split of tasks draws from; in `TokenSet.tasks`."""
+
+    tasks: Tasks
+    names: tuple[str, ...]
+    text_share: float
+
+
+def open_synthetic(config: DataConfig, model: ModelConfig, say: Progress) -> Corpus:
+    """The corpus of `config.source`, whose training split gives rows of `config.tasks`. Raises `UserError`.
+
+    Held out are generated samples of their own; with rows of text among the training rows it is that text's held-out split.
+    """
+    check("data.tasks", config.tasks)
+    corpus = open_text(config, model, say)
+    mix = TaskMix(Tasks(corpus.tokenizer, model.bos_token_id, corpus.train), config.tasks, config.text_share)
+    train = dataclasses.replace(corpus.train, tasks=mix)
+    notes = [*corpus.notes, f"tasks: {', '.join(mix.names)}; {mix.text_share:.0%} of the rows are text"]
+    if mix.text_share:
+        return dataclasses.replace(corpus, train=train, notes=notes)
+    tasks = Tasks(corpus.tokenizer, model.bos_token_id, corpus.heldout)
+    samples = [heldout_sample(tasks, mix.names, i) for i in range(HELDOUT[0])]
+    heldout = from_tasks(((f"task-{i}", s.ids, s.answers()) for i, s in enumerate(samples)), corpus.tokenizer, model)
+    files = [(f"task-{i}", corpus.tokenizer.decode(s.ids[s.answers()]).encode("utf-8")) for i, s in enumerate(samples)]
+    return dataclasses.replace(corpus, train=train, heldout=heldout, heldout_files=files, has_tests=None, notes=notes)
+
+
+def heldout_sample(tasks: Tasks, names: tuple[str, ...], index: int) -> Sample:
+    """Held-out sample `index`: no training row has its key."""
+    return _drawn(tasks, names, HELDOUT[1], ELSEWHERE, 0, index, 0)
+
+
+def _drawn(tasks: Tasks, names: tuple[str, ...], length: int, split: int, seed: int, row: int, slot: int) -> Sample:
+    draw = Draw(split, seed, row, slot, length)
+    name = names[draw.integer(len(names))]
+    return tasks.make(name, draw, length, draw.integer(1 << 20) / ((1 << 20) - 1))
+
+
+class TaskSampler:
+    """Endless rows of `length` tokens by global index, as `atoll.data.loader.Rows`."""
+
+    epoch_rows = float(ROW)  # generated rows have no end: an epoch is a count
+
+    def __init__(self, token_set: TokenSet, length: int, seed: int) -> None:
+        """`token_set.tasks` says what is drawn."""
+        assert token_set.tasks is not None
+        self.token_set, self.length, self.seed, self.mix = token_set, length, seed, token_set.tasks
+        self._text = Sampler(token_set, length, seed)
+        self._least = min(length, SHORT if any(n.partition(":")[0] in FORMED for n in self.mix.names) else LEAST)
+        for name in self.mix.names:  # a length too short is refused before the first step
+            self.mix.tasks.make(name, Draw(0), self._least)
+        self._rows: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Row `index` (0 or more): ids int64 [length], padded, and the positions in it where a segment starts."""
+        ids, starts, _ = self._row(index)
+        return ids, starts
+
+    def trained(self, index: int) -> np.ndarray:
+        """Which tokens of row `index` are answers, or text, bool [length]."""
+        return self._row(index)[2]
+
+    def _row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        if index < 0:
+            raise IndexError(f"sample index {index}: 0 or more is expected")
+        if index not in self._rows:
+            self._rows[index] = self._made(index)
+            while len(self._rows) > 64:
+                self._rows.popitem(last=False)
+        return self._rows[index]
+
+    def _made(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        draw = Draw(TRAIN, self.seed, index, self.length)
+        if draw.integer(1 << 30) < self.mix.text_share * (1 << 30):
+            ids, starts = self._text[index]
+            return ids, starts, np.ones(self.length, dtype=bool)
+        size = self.length
+        while size // 2 >= self._least and draw.integer(2):
+            size //= 2
+        ids = np.full(self.length, self.token_set.pad, dtype=np.int64)
+        trained, starts, at = np.zeros(self.length, dtype=bool), [], 0
+        for slot in range(self.length // size):
+            sample = _drawn(self.mix.tasks, self.mix.names, size, TRAIN, self.seed, index, slot)
+            end = at + len(sample.ids)
+            ids[at:end], trained[at:end] = sample.ids, sample.answers()
+            starts.append(at)
+            at = end
+        return ids, np.asarray([*starts, *([at] if at < self.length else [])], dtype=np.int64), trained
