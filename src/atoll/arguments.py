@@ -330,6 +330,11 @@ def show(result: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]
     print(json.dumps(result) if as_json else render(result).rstrip("\n"))
 
 
+def say(line: str) -> None:
+    """Print one line of progress, apart from results."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def event_writer() -> Callable[[Any], None]:
     """A function that prints the events of an assistant's message (`atoll.infer.parsed.Event`) as they come, each kind on its own line."""
     last = ""

@@ -69,11 +69,31 @@ def sample(
     sys.stdout.write("\n")
 
 
-def evaluate(run: Run, against: str | None = None, json: bool = False) -> None:
-    """Measure a run's model on its whole held-out split, in bits per byte; or hold a model against another implementation.
+def evaluate(
+    run: Run,
+    suite: Literal["bpb", "recall", "needle", "ruler", "state"] = "bpb",
+    lengths: str | None = None,
+    depths: str | None = None,
+    samples: int = 16,
+    seed: int = 0,
+    form: Literal["text", "raw"] = "text",
+    haystack: Literal["text", "noise"] = "text",
+    out: str | None = None,
+    against: str | None = None,
+    json: bool = False,
+) -> None:
+    """Measure a run's model: bits per byte of its held-out split, or generated tasks; or hold a model against another implementation.
 
     Args:
-        run: a run's folder; with --against also a folder in the hub's layout
+        run: a run's folder; for tasks and with --against also a folder in the hub's layout
+        suite: what is measured; all but bpb are generated tasks (docs/evaluations.md)
+        lengths: of tasks: tokens of a prompt with its answer, as 1024,4096
+        depths: of needles: where they lie, 0 the start to 1 the end, as 0,0.5,1
+        samples: of tasks: prompts for each length and depth
+        seed: of tasks: the same seed gives the same prompts
+        form: of needles and word lists: English, or raw tokens for models trained on those
+        haystack: of needles: the run's held-out text, or generated noise
+        out: of tasks: write the scores as a heat map here, a file that ends in .png or .html
         against: mlx-lm, transformers, or a safetensors file of input_ids and logits: compare logits with these instead
         json: print one JSON object
     """
@@ -82,6 +102,16 @@ def evaluate(run: Run, against: str | None = None, json: bool = False) -> None:
         from atoll.evals import parity
 
         arguments.show(exchange.hold_against(run, against), json, parity.render)
+        return
+    if suite != "bpb":
+        from atoll.evals import heatmap
+        from atoll.evals import suite as tasks
+
+        where = heatmap.check(out) if out else None
+        found = tasks.evaluate(arguments.model_folder(run), suite, lengths, depths, samples, seed, form, haystack, arguments.say)
+        if where:
+            arguments.say(f"heat map: {heatmap.write(found, where)}")
+        arguments.show(found, json, tasks.render)
         return
     folder = arguments.run_folder(run)
     from atoll.evals import heldout

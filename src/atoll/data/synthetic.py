@@ -17,6 +17,7 @@ from atoll.data.corpus import Corpus, Progress, open_text
 from atoll.data.documents import TokenSet, from_tasks
 from atoll.data.loader import Sampler
 from atoll.data.tasks import FORMED, LEAST, Draw, Sample, Tasks, check
+from atoll.data.tokenizer import Tokenizer, byte_symbols
 
 HELDOUT = (64, 512)  # held-out samples, and tokens of the longest
 ROW, SHORT = 128, 1024  # an epoch is said to be so many rows; formed tasks get no less than this, where a row has it
@@ -47,8 +48,14 @@ def open_synthetic(config: DataConfig, model: ModelConfig, say: Progress) -> Cor
     tasks = Tasks(corpus.tokenizer, model.bos_token_id, corpus.heldout)
     samples = [heldout_sample(tasks, mix.names, i) for i in range(HELDOUT[0])]
     heldout = from_tasks(((f"task-{i}", s.ids, s.answers()) for i, s in enumerate(samples)), corpus.tokenizer, model)
-    files = [(f"task-{i}", corpus.tokenizer.decode(s.ids[s.answers()]).encode("utf-8")) for i, s in enumerate(samples)]
+    files = [(f"task-{i}", _spelled(corpus.tokenizer, s.ids[s.answers()])) for i, s in enumerate(samples)]
     return dataclasses.replace(corpus, train=train, heldout=heldout, heldout_files=files, has_tests=None, notes=notes)
+
+
+def _spelled(tokenizer: Tokenizer, ids: np.ndarray) -> bytes:
+    """The bytes behind `ids` under a byte-level vocabulary, also where they are no text; question marks under another."""
+    byte = {symbol: number for number, symbol in enumerate(byte_symbols())}
+    return bytes(byte.get(symbol, 63) for token in ids.tolist() for symbol in tokenizer.token(token) or "")
 
 
 def heldout_sample(tasks: Tasks, names: tuple[str, ...], index: int) -> Sample:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-
+WHAT = {"text": ("file", ""), "chat": ("conversation", ", what the assistants say"), "synthetic": ("task", ", the answers")}
 POSITIONS = 1 << 18  # tokens of the split that loss by position is measured on
 
 
@@ -38,15 +38,17 @@ def evaluate(run: Path) -> dict[str, Any]:
     measured = bits_per_byte(model, corpus.heldout, length)
     kind = "text" if corpus.heldout.trained is None else config.data.kind
     about = {"kind": kind, "files": len(corpus.heldout_files), "length": length, "has_tests": corpus.has_tests}
-    return {**measured, **compressors(corpus.heldout_files), **about, "by_position": by_position(model, corpus.heldout, length, limit_tokens=POSITIONS)}
+    places = by_position(model, corpus.heldout, length, limit_tokens=POSITIONS)
+    return {**measured, **compressors(corpus.heldout_files), **about, "by_position": places}
 
 
 def render(result: dict[str, Any]) -> str:
     """The result as aligned text."""
-    rows = [("model", "bits_per_byte"), ("gzip -9", "gzip"), ("xz -9e", "xz")]
     from atoll.evals import position
 
-    one, rest = {"text": ("file", ""), "chat": ("conversation", ", what the assistants say"), "synthetic": ("task", ", the answers")}[result["kind"]]
+    rows = [("model", "bits_per_byte"), ("gzip -9", "gzip"), ("xz -9e", "xz")]
+    one, rest = WHAT[result["kind"]]
     what = one + "s" * (result["files"] != 1) + rest
     head = f"{result['files']:,} held-out {what}: {result['bytes']:,} bytes, {result['tokens']:,} tokens in windows of {result['length']:,}"
-    return "\n".join([head, *(f"  {name:<8} {result[key]:.4f} bits per byte" for name, key in rows), position.render(result["by_position"])])
+    body = [f"  {name:<8} {result[key]:.4f} bits per byte" for name, key in rows]
+    return "\n".join([head, *body, position.render(result["by_position"])])

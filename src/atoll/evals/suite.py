@@ -20,6 +20,7 @@ from atoll.evals.teacher import forced
 
 KEY = 3  # of the draws: no training row has it
 LENGTHS = {"recall": (64, 256), "state": (16, 64, 256), "needle": (1024, 2048, 4096), "ruler": (1024, 2048, 4096)}
+LEGEND = "prompt: tokens before the last answer; cut: prompts shortened to the length; tokens: share of answer tokens that are right"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -77,21 +78,8 @@ def measure(
         prompt = float(np.mean([s.prompt_tokens for s in made]))
         found = grade(made, right)
         cut = sum(s.truncated for s in made)
-        scores.append(
-            Score(
-                name,
-                length,
-                depth,
-                placed,
-                prompt,
-                cut,
-                samples,
-                int(found["questions"]),
-                found["exact"],
-                found["tokens"],
-                found["chance"],
-            )
-        )
+        rates = {key: found[key] for key in ("exact", "tokens", "chance")}
+        scores.append(Score(name, length, depth, placed, prompt, cut, samples, int(found["questions"]), **rates))
         done += length
         if progress is not None:
             progress(name, done / work)
@@ -104,8 +92,8 @@ def measure(
 def evaluate(
     folder: Path,
     suite: str,
-    lengths: str = "",
-    depths: str = "",
+    lengths: str | None = None,
+    depths: str | None = None,
     samples: int = 16,
     seed: int = 0,
     form: str = "text",
@@ -155,12 +143,13 @@ def heldout_text(folder: Path, say: Callable[[str], None]) -> Any:
     return None
 
 
-def _numbers[T: (int, float)](flag: str, text: str, kind: type[T], low: T, high: T) -> tuple[T, ...]:
+def _numbers(flag: str, text: str | None, kind: Callable[[str], Any], low: float, high: float) -> tuple[Any, ...]:
     try:
-        found = tuple(kind(part) for part in text.split(",") if part.strip())
+        found = tuple(kind(part) for part in (text or "").split(",") if part.strip())
     except ValueError:
         raise UserError(f"{flag} {text!r}: numbers with commas between them are expected") from None
-    if wrong := next((n for n in found if not low <= n <= high), None):
+    wrong = next((n for n in found if not low <= n <= high), None)
+    if wrong is not None:
         raise UserError(f"{flag} {wrong}: {low} to {high} is expected")
     return found
 
@@ -172,7 +161,7 @@ def render(result: dict[str, Any]) -> str:
         where += f" of {result['haystack_tokens']:,} tokens, read round and round where a prompt is longer"
     head = f"{result['suite']}, seed {result['seed']}: exact match under teacher forcing{where}"
     columns = ("task", "length", "prompt", "cut", "depth", "placed", "exact", "chance", "tokens", "questions")
-    rows = [columns]
+    rows: list[tuple[str, ...]] = [columns]
     for s in result["scores"]:
         depth, placed = ("all", "") if s["depth"] is None else (f"{s['depth']:g}", f"{s['placed']:.3f}")
         cut = f"{s['truncated']}/{s['samples']}"
@@ -180,7 +169,7 @@ def render(result: dict[str, Any]) -> str:
         rows.append((s["task"], f"{s['length']:,}", f"{s['prompt_tokens']:,.0f}", cut, depth, placed, *figures))
     widths = [max(len(r[i]) for r in rows) for i in range(len(columns))]
     lines = ["  ".join(f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows]
-    return "\n".join([head, *lines, "cut: prompts shortened to the length; tokens: share of answer tokens; prompt: tokens before the last answer"])
+    return "\n".join([head, *lines, LEGEND])
 
 
 def _chance(p: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -82,15 +83,14 @@ def _read(model: Any, ids: Tensor, wanted: Tensor, measure: Measure, read: int) 
     rows, length = ids.shape
     before = torch.cat([wanted[:, 1:], torch.zeros_like(wanted[:, :1])], 1)  # at t: whether the token t+1 is wanted
     targets = torch.cat([ids[:, 1:], ids[:, :1]], 1)
-    asked = before.any(0).tolist()
-    last = max((t for t, a in enumerate(asked) if a), default=-1)
+    asked = before.any(0).nonzero().flatten().tolist()
     cache, values = model.new_cache(rows), torch.zeros(rows, length, dtype=torch.float64, device=ids.device)
     long = max(1, read // rows)
-    # How many classes there are is known from the first logits; until then few tokens are asked for.
+    # How many ids there are is known from the first logits; until then few tokens are asked for.
     short, at = 16, 0
-    while at <= last:
-        quiet = next((t for t in range(at, last + 1) if asked[t]), last + 1) - at
-        size = min(quiet, long) if quiet else min(short, last + 1 - at)
+    while asked and at <= asked[-1]:
+        quiet = asked[bisect.bisect_left(asked, at)] - at
+        size = min(quiet, long) if quiet else min(short, asked[-1] + 1 - at)
         out = model(ids[:, at : at + size], cache=cache, logits=not quiet)
         if not quiet:
             here = before[:, at : at + size]

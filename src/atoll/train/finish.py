@@ -78,7 +78,7 @@ def _verdict(line: dict[str, Any], kind: str) -> str:
             f"{line['files']:,} held-out conversations ({line['bytes']:,} bytes); gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"
         )
     if kind == "synthetic":
-        return f"{line['nats_per_token']:.4f} nats a token of the answers to {line['files']:,} held-out tasks; more: atoll eval RUN --suite recall"
+        return f"{line['nats_per_token']:.4f} nats a token of the answers to {line['files']:,} held-out tasks; see atoll eval --suite"
     tests = {True: ", the library's tests among them", False: ", without the library's tests"}.get(line["has_tests"], "")
     size = f"{line['files']:,} held-out files ({line['bytes'] / 1e6:.2f} MB{tests})"
     return f"{line['bits_per_byte']:.4f} bits per byte on {size}; gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"

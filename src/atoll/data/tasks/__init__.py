@@ -11,7 +11,21 @@ from atoll.data.tasks import needles, recall, state
 from atoll.data.tasks.forms import Haystack, RawForm, TextForm
 from atoll.data.tasks.sample import Draw, Question, Sample, Vocabulary
 
-__all__ = ["DEEP", "FORMED", "NAMES", "SUITES", "Draw", "Haystack", "Question", "RawForm", "Sample", "Tasks", "TextForm", "Vocabulary", "check"]
+__all__ = [
+    "DEEP",
+    "FORMED",
+    "NAMES",
+    "SUITES",
+    "Draw",
+    "Haystack",
+    "Question",
+    "RawForm",
+    "Sample",
+    "Tasks",
+    "TextForm",
+    "Vocabulary",
+    "check",
+]
 
 RAW: dict[str, Callable[..., Sample]] = {
     **{f.__name__: f for f in (recall.mqar, recall.palindrome, recall.stack, recall.copy)},
@@ -35,11 +49,13 @@ def check(setting: str, names: tuple[str, ...]) -> None:
     for name in names:
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, 1)
-            raise UserError(f"{setting} = {name!r}: no such task; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(NAMES)}"))
+            raise UserError(
+                f"{setting} = {name!r}: no such task; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(NAMES)}")
+            )
 
 
 class Tasks:
-    """All tasks over one tokenizer: `tokenizer` as in `atoll.data.Tokenizer`, `bos` the model's; needles lie in `text`, a `TokenSet`, or noise."""
+    """All tasks over one `atoll.data.Tokenizer` and a model's bos; needles lie in `text`, a `TokenSet`, or where it is None in noise."""
 
     def __init__(self, tokenizer: Any, bos: int, text: Any = None) -> None:
         self.bos, self.vocabulary = bos, Vocabulary.of(tokenizer.bytes_table, bos)

@@ -13,6 +13,7 @@ Ids = np.ndarray
 FACT, ASSIGN, ALIAS, NAME, LIST, ASK = 2, 3, 4, 5, 6, 1  # markers
 SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
 DIGITS = 7
+PIECE = 4096  # fewest tokens of a corpus read at once: more than there are specials in a row
 
 
 class Form(Protocol):
@@ -163,10 +164,11 @@ class Haystack:
         tokens, table = self.text.tokens, self.text.token_bytes
         at, parts, length = draw.integer(len(tokens)), [np.zeros(0, dtype=np.int64)], 0
         while length < count:
-            piece = tokens[at : at + count - length].astype(np.int64)
+            size = max(count - length, PIECE)
+            piece = tokens[at : at + size].astype(np.int64)
             piece = piece[table[piece] > 0]
             if at == 0 and not len(piece):
                 raise ValueError("haystack: a corpus without text")
             parts.append(piece)
-            at, length = (at + count - length) if at + count - length < len(tokens) else 0, length + len(piece)
-        return np.concatenate(parts)
+            at, length = at + size if at + size < len(tokens) else 0, length + len(piece)
+        return np.concatenate(parts)[:count]

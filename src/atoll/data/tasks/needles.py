@@ -5,6 +5,7 @@ A needle of the wished depth d stands before token round(d · H) of H tokens of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -79,7 +80,7 @@ def variables(draw: Draw, hay: Haystack, bos: int, length: int, depth: float) ->
     needles, places = [], []
     for c in range(CHAINS):
         chain = names[c * CHAIN : (c + 1) * CHAIN]
-        needles += [form.assign(chain[0], numbers[c]), *(form.alias(b, a) for a, b in zip(chain, chain[1:], strict=False))]
+        needles += [form.assign(chain[0], numbers[c]), *(form.alias(b, a) for a, b in itertools.pairwise(chain))]
         head = depth if c == 0 else _place(draw)
         places += [head, *sorted(_place(draw, head) for _ in chain[1:])]
     question, answers = form.ask_names(numbers[0]), names[:CHAIN]

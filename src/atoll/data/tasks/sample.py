@@ -20,11 +20,11 @@ class Draw:
     def __init__(self, *key: int) -> None:
         self._state = np.zeros(1, dtype=np.uint64)
         for part in key:
-            self._next(np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+            self._next(part & 0xFFFFFFFFFFFFFFFF)
 
-    def _next(self, add: np.uint64 = np.uint64(0)) -> np.uint64:
+    def _next(self, add: int = 0) -> np.uint64:
         with np.errstate(over="ignore"):
-            self._state = mix(self._state * np.uint64(31) + add + STEP)
+            self._state = mix(self._state * np.uint64(31) + np.uint64(add) + STEP)
         return self._state[0]
 
     def integers(self, high: int, size: int) -> np.ndarray:
