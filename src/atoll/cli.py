@@ -6,6 +6,7 @@ import difflib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -134,6 +135,62 @@ def compare(words: list[str]) -> None:
     arguments.show(result, as_json, lambda found: render(found, out))
 
 
+def data(
+    action: Annotated[Positional[Literal["build", "recipes"]], arg(metavar="ACTION")],
+    sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCES")] = (),
+    out: str | None = None,
+    join: Literal["repository", "folder", "none"] = "repository",
+    near: float | None = 0.7,
+    min_chars: int = 200,
+    max_chars: int = 4_000_000,
+    upsample: float = 1.0,
+    long: int = 32768,
+    evidence: int = 0,
+    evidence_chars: int = 65536,
+    shard_mb: float = 64.0,
+    suffixes: str | None = None,
+    licence: str | None = None,
+    seed: int = 0,
+    download: bool = False,
+    json: bool = False,
+) -> None:
+    """Build a folder of long, clean documents from folders and installed packages; `atoll data recipes` lists the packages.
+
+    Args:
+        action: what to do
+        sources: of build: folders, and names of recipes
+        out: of build: a new folder, or an earlier build to be replaced
+        join: files that become one document; none leaves each alone
+        near: Jaccard's index of word shingles from which two files are the same; none drops exact duplicates alone
+        min_chars: least characters of a file
+        max_chars: most characters of a document
+        upsample: most copies of a long document, as its length over --long says
+        long: characters from which a document is long
+        evidence: composed documents to add, whose questions need evidence from all over
+        evidence_chars: characters of a composed document, about
+        shard_mb: most megabytes in one shard
+        suffixes: file endings read of folders, with commas between them; none takes every text file
+        licence: what the manifest says of folders
+        seed: the same seed composes the same documents
+        download: fetch packages that are not installed, into a temporary folder, and run nothing of them
+        json: print one JSON object
+    """
+    from atoll.data.build import pipeline
+    from atoll.data.build.filters import Bounds
+
+    if action == "recipes":
+        arguments.show(pipeline.catalogue(), json, pipeline.render_catalogue)
+        return
+    if out is None:
+        raise UserError("--out is missing; give a new folder")
+    endings = tuple(s.strip() for s in (suffixes or "").split(",") if s.strip())
+    options = pipeline.Options(
+        join, near, max_chars, upsample, long, evidence, evidence_chars, shard_mb, endings, licence or "unknown", seed, Bounds(min_chars)
+    )
+    made = pipeline.build(list(sources), Path(out).expanduser(), options, download, arguments.say)
+    arguments.show(made, json, pipeline.render)
+
+
 def report(run: Run) -> None:
     """Write report.html and plots of a run, finished or not.
 
@@ -237,6 +294,7 @@ VERBS = {
     "sample": sample,
     "eval": evaluate,
     "compare": compare,
+    "data": data,
     "report": report,
     "plan": plan,
     "export": export,
