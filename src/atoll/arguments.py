@@ -145,7 +145,7 @@ PARSER_SAYS: dict[str, Callable[..., str]] = {
     r"Unrecognized options: (.*)": "{}: more than is expected; a text of several words is put in quotes".format,
     r"Error parsing --(\S+): invalid literal for int\(\)[^:]*: (.*)": "{} = {}: a whole number is expected".format,
     r"Error parsing --(\S+): could not convert string to float: (.*)": "{} = {}: a number is expected".format,
-    r"invalid choice (.*) for argument '--(\S+)'\. Expected one of (.*)": _one_of,
+    r"invalid choice (.*) for argument '-*(\S+)'\. Expected one of (.*)": _one_of,
     r"Error parsing -*(\S+): (.*)": "{}: {}".format,
 }
 

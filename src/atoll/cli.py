@@ -140,7 +140,7 @@ def data(
     sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCES")] = (),
     out: str | None = None,
     join: Literal["repository", "folder", "none"] = "repository",
-    near: float | None = 0.7,
+    near: float = 0.7,
     min_chars: int = 200,
     max_chars: int = 4_000_000,
     upsample: float = 1.0,
@@ -161,7 +161,7 @@ def data(
         sources: of build: folders, and names of recipes
         out: of build: a new folder, or an earlier build to be replaced
         join: files that become one document; none leaves each alone
-        near: Jaccard's index of word shingles from which two files are the same; none drops exact duplicates alone
+        near: Jaccard's index of word shingles from which two files are the same; 0 drops exact duplicates alone
         min_chars: least characters of a file
         max_chars: most characters of a document
         upsample: most copies of a long document, as its length over --long says
@@ -185,7 +185,18 @@ def data(
         raise UserError("--out is missing; give a new folder")
     endings = tuple(s.strip() for s in (suffixes or "").split(",") if s.strip())
     options = pipeline.Options(
-        join, near, max_chars, upsample, long, evidence, evidence_chars, shard_mb, endings, licence or "unknown", seed, Bounds(min_chars)
+        join,
+        near or None,
+        max_chars,
+        upsample,
+        long,
+        evidence,
+        evidence_chars,
+        shard_mb,
+        endings,
+        licence or "unknown",
+        seed,
+        Bounds(min_chars),
     )
     made = pipeline.build(list(sources), Path(out).expanduser(), options, download, arguments.say)
     arguments.show(made, json, pipeline.render)
