@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import sys
@@ -175,31 +176,21 @@ def data(
         download: fetch packages that are not installed, into a temporary folder, and run nothing of them
         json: print one JSON object
     """
-    from atoll.data.build import pipeline
+    from atoll.data.build import pipeline, words
     from atoll.data.build.filters import Bounds
 
     if action == "recipes":
-        arguments.show(pipeline.catalogue(), json, pipeline.render_catalogue)
+        arguments.show(words.catalogue(), json, words.render_catalogue)
         return
     if out is None:
         raise UserError("--out is missing; give a new folder")
-    endings = tuple(s.strip() for s in (suffixes or "").split(",") if s.strip())
-    options = pipeline.Options(
-        join,
-        near or None,
-        max_chars,
-        upsample,
-        long,
-        evidence,
-        evidence_chars,
-        shard_mb,
-        endings,
-        licence or "unknown",
-        seed,
-        Bounds(min_chars),
-    )
+    endings, bounds = tuple(s.strip() for s in (suffixes or "").split(",") if s.strip()), Bounds(min_chars)
+    sizes = {"max_chars": max_chars, "upsample": upsample, "long": long, "evidence": evidence, "evidence_chars": evidence_chars}
+    options = pipeline.Options(join, near or None, **sizes, shard_mb=shard_mb, suffixes=endings, seed=seed, bounds=bounds)
+    if licence:
+        options = dataclasses.replace(options, licence=licence)
     made = pipeline.build(list(sources), Path(out).expanduser(), options, download, arguments.say)
-    arguments.show(made, json, pipeline.render)
+    arguments.show(made, json, words.render)
 
 
 def report(run: Run) -> None:
@@ -305,11 +296,11 @@ VERBS = {
     "sample": sample,
     "eval": evaluate,
     "compare": compare,
-    "data": data,
     "report": report,
     "plan": plan,
     "export": export,
     "import": import_,
+    "data": data,
     "selftest": selftest,
 }
 WORDY = ("train", "compare")  # verbs that read their words themselves: any setting may stand among them

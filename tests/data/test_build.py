@@ -218,7 +218,7 @@ def test_a_build_repeats_to_the_byte_and_loads_as_a_source(folder, tmp_path):
     for _, ids, _ in corpus.train.documents():
         assert corpus.tokenizer.decode(ids[1:-1]) in text.values()
     (tmp_path / "a/shard-00000.jsonl").write_text("{}")
-    with pytest.raises(UserError, match="shard-00000.jsonl is not what its manifest"):
+    with pytest.raises(UserError, match=r"shard-00000\.jsonl is not what its manifest"):
         open_corpus(DataConfig(source=str(tmp_path / "a"), cache=str(tmp_path / "cache")), ModelConfig())
 
 
@@ -317,7 +317,7 @@ def answered(body: str, question: str) -> str:
 
 
 def test_pages_are_read_without_their_marks(tmp_path):
-    page = "<html><head><title>no</title></head><body><nav>no</nav><h1>One &amp; all</h1><p>two\n three <b>four</b>.</p><pre>a\n  b</pre></body>"
+    page = "<html><head><title>no</title></head><nav>no</nav><h1>One &amp; all</h1><p>two\n three <b>four</b>.</p><pre>a\n  b</pre>"
     assert html_text(page) == "One & all\n\ntwo three four.\n\na\n  b\n"
     (tmp_path / "x.gz").write_bytes(b"\x1f\x8b\x08damaged")
     with pytest.raises(Unreadable, match="damaged gzip"):

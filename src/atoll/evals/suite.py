@@ -110,7 +110,8 @@ def evaluate(
     places = _numbers("--depths", depths, float, 0.0, 1.0) or DEPTHS
     if samples < 1:
         raise UserError(f"--samples {samples}: 1 or more is expected")
-    model = load(folder, device="cuda" if torch.cuda.is_available() else None)
+    on_card = torch.cuda.is_available()
+    model = load(folder, device="cuda", dtype=torch.bfloat16) if on_card else load(folder)
     tokenizer = load_tokenizer(folder)
     names = [f"{n}:raw" if n in FORMED and form == "raw" else n for n in SUITES[suite]]
     needs_text = haystack == "text" and any(n.partition(":")[0] in DEEP for n in names)

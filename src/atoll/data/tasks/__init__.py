@@ -9,23 +9,9 @@ from typing import Any
 from atoll.config import UserError
 from atoll.data.tasks import needles, recall, state
 from atoll.data.tasks.forms import Haystack, RawForm, TextForm
-from atoll.data.tasks.sample import Draw, Question, Sample, Vocabulary
+from atoll.data.tasks.sample import Draw, Sample, Vocabulary
 
-__all__ = [
-    "DEEP",
-    "FORMED",
-    "NAMES",
-    "SUITES",
-    "Draw",
-    "Haystack",
-    "Question",
-    "RawForm",
-    "Sample",
-    "Tasks",
-    "TextForm",
-    "Vocabulary",
-    "check",
-]
+__all__ = ["DEEP", "FORMED", "LEAST", "NAMES", "RAW", "SUITES", "Draw", "Sample", "Tasks", "check"]
 
 RAW: dict[str, Callable[..., Sample]] = {
     **{f.__name__: f for f in (recall.mqar, recall.palindrome, recall.stack, recall.copy)},

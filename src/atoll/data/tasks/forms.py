@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,30 +14,6 @@ FACT, ASSIGN, ALIAS, NAME, LIST, ASK = 2, 3, 4, 5, 6, 1  # markers
 SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
 DIGITS = 7
 PIECE = 4096  # fewest tokens of a corpus read at once: more than there are specials in a row
-
-
-class Form(Protocol):
-    """A way to say things; every method gives ids, int64."""
-
-    separator: Ids  # between answers
-    value_chance: float  # of guessing a value
-
-    def names(self, draw: Draw, count: int) -> list[Ids]: ...
-    def values(self, draw: Draw, count: int) -> list[Ids]: ...
-    def fact(self, name: Ids, value: Ids) -> Ids: ...
-    def ask(self, name: Ids, count: int) -> Ids: ...
-    def assign(self, name: Ids, value: Ids) -> Ids: ...
-    def alias(self, name: Ids, other: Ids) -> Ids: ...
-    def ask_names(self, value: Ids) -> Ids: ...
-    def ask_words(self, which: str, count: int) -> Ids: ...
-    def noise(self, draw: Draw, count: int) -> Ids:
-        """`count` tokens that say nothing."""
-        ...
-
-    @property
-    def word_names(self) -> int:
-        """How many different names there are."""
-        ...
 
 
 class RawForm:
@@ -122,8 +98,7 @@ class TextForm:
     def assign(self, name: Ids, value: Ids) -> Ids:
         return self._join("\nLet", name, " =", value, ".\n")
 
-    def alias(self, name: Ids, other: Ids) -> Ids:
-        return self._join("\nLet", name, " =", other, ".\n")
+    alias = assign  # of another name
 
     def ask_names(self, value: Ids) -> Ids:
         return self._join("\n\nWhich names above stand for", value, ", in order? They are")
@@ -139,6 +114,9 @@ class TextForm:
             parts.append(self.say(f" The {a} {b} was near the {c} and the {d} was not."))
             length += len(parts[-1])
         return np.concatenate([np.zeros(0, dtype=np.int64), *parts])[:count]
+
+
+Form = RawForm | TextForm  # both say the same things; every method gives ids, int64
 
 
 def made_up(draw: Draw, count: int) -> list[str]:
