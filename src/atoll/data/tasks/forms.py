@@ -29,7 +29,7 @@ class RawForm:
         self.word_names = len(self._names)
 
     def names(self, draw: Draw, count: int) -> list[Ids]:
-        return [self._names[i : i + 1] for i in draw.choose(len(self._names), count)]
+        return [self._names[i : i + 1] for i in draw.order(len(self._names))[:count]]
 
     def values(self, draw: Draw, count: int) -> list[Ids]:
         return [self._values[draw.integers(len(self._values), self.VALUE)] for _ in range(count)]

@@ -37,10 +37,6 @@ def _answer(out: Writer, form: Form, answers: list[Ids], chance: float) -> Write
     return out
 
 
-def _tail(form: Form, question: Ids, answers: list[Ids]) -> int:
-    return len(question) + sum(map(len, answers)) + len(form.separator) * (len(answers) - 1)
-
-
 def _place(draw: Draw, low: float = 0.0) -> float:
     return low + (1 - low) * draw.integer(1 << 20) / (1 << 20)
 
@@ -54,7 +50,7 @@ def _needle(draw: Draw, hay: Haystack, bos: int, length: int, depth: float, keys
     ]
     places = [depth, *sorted(_place(draw, depth) for _ in range(values - 1)), *(_place(draw) for _ in range(keys - 1))]
     question, answers = form.ask(names[0], values), numbers[:values]
-    out, found = _woven(bos, hay, draw, needles, places, _tail(form, question, answers), length)
+    out, found = _woven(bos, hay, draw, needles, places, _answer(Writer().add(question), form, answers, 0).length, length)
     return _answer(out.add(question), form, answers, form.value_chance).sample(length, found)
 
 
@@ -84,7 +80,7 @@ def variables(draw: Draw, hay: Haystack, bos: int, length: int, depth: float) ->
         head = depth if c == 0 else _place(draw)
         places += [head, *sorted(_place(draw, head) for _ in chain[1:])]
     question, answers = form.ask_names(numbers[0]), names[:CHAIN]
-    out, found = _woven(bos, hay, draw, needles, places, _tail(form, question, answers), length)
+    out, found = _woven(bos, hay, draw, needles, places, _answer(Writer().add(question), form, answers, 0).length, length)
     return _answer(out.add(question), form, answers, 1 / len(names)).sample(length, found)
 
 

@@ -17,10 +17,10 @@ def mqar(draw: Draw, v: Vocabulary, length: int) -> Sample:
     """Pairs of a key and a value, each key once, spread over blanks; then every key again in another order, its value the answer."""
     keys, values = v.halves()
     pairs = max(1, min(len(keys), (length - 2) // 4))
-    key, value = keys[draw.choose(len(keys), pairs)], values[draw.integers(len(values), pairs)]
+    key, value = keys[draw.order(len(keys))[:pairs]], values[draw.integers(len(values), pairs)]
     blanks = max(0, length - 2 - 4 * pairs)
     body = np.full(2 * pairs + blanks, v.markers[BLANK])
-    at = draw.slots(blanks + 1, pairs) + 2 * np.arange(pairs)
+    at = np.sort(draw.integers(blanks + 1, pairs)) + 2 * np.arange(pairs)
     body[at], body[at + 1] = key, value
     out = Writer().add([v.bos]).add(body).add([v.markers[ASK]])
     for i in draw.order(pairs):

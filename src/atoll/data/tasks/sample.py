@@ -42,14 +42,6 @@ class Draw:
         """A permutation of range(size), int64."""
         return np.argsort(self.integers(1 << 62, size), kind="stable")
 
-    def choose(self, high: int, size: int) -> np.ndarray:
-        """`size` different numbers of 0 … high - 1, in a random order."""
-        return self.order(high)[:size]
-
-    def slots(self, high: int, size: int) -> np.ndarray:
-        """`size` numbers of 0 … high - 1 in rising order, equal ones allowed."""
-        return np.sort(self.integers(high, size))
-
 
 @dataclass(frozen=True)
 class Vocabulary:
