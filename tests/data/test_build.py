@@ -25,8 +25,6 @@ from atoll.data.build.recipes import Unreadable, html_text, read_text, recipes
 from atoll.data.tasks import Draw
 from atoll.data.tasks.forms import made_up
 
-pytest.importorskip("datasketch")
-
 
 def prose(key: int, words: int = 400) -> str:
     """Lines of made-up words, ten a line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -134,6 +135,10 @@ def test_a_run_on_tasks_ends_is_measured_and_resumes_to_the_bit(tmp_path, capsys
     plain = json.loads(capsys.readouterr().out)
     assert (plain["kind"], plain["files"]) == ("synthetic", 64)
     assert sum(r["nats"] for r in plain["by_position"]) == pytest.approx(plain["nats"], rel=1e-4)
+    assert cli.main(["eval", str(whole)]) == 0
+    said = capsys.readouterr().out
+    assert "64 held-out tasks, the answers: " in said
+    assert "tokens before" in said
     assert cli.main(["eval", str(whole), "--suite", "recall", "--lengths", "32", "--samples", "2"]) == 0
     assert "mqar" in capsys.readouterr().out
 
@@ -165,4 +170,24 @@ def test_names_and_lengths_are_refused_before_the_first_step(tmp_path):
         opened(tmp_path, data__tasks="mqra")
     with pytest.raises(UserError, match="needle_single: length = 8"):
         opened(tmp_path, length=8, data__tasks="needle_single")
+    with pytest.raises(UserError, match="length = 64: too short for the task 'needle_multi'"):
+        opened(tmp_path, length=64, data__tasks="needle_multi")
     assert len(NAMES) == 20
+
+
+def test_english_needles_are_rows_with_their_answers_in_the_text(tmp_path):
+    corpus, sampler = opened(tmp_path, length=2048, data__tasks="needle_single,variables,common_words")
+    shares = set()
+    for index in range(12):
+        ids, starts = sampler[index]
+        mask = sampler.trained(index)
+        shares.add(len([s for s in starts if ids[s] == 0]))
+        for begin, end in itertools.pairwise([*starts.tolist(), len(ids)]):
+            answers = [a.strip(" ,") for a in corpus.tokenizer.decode(ids[begin:end][mask[begin:end]]).split()]
+            prompt = corpus.tokenizer.decode(ids[begin:end][~mask[begin:end]])
+            assert all(answer in prompt for answer in answers)
+            assert bool(answers) == (ids[begin] == 0)
+    assert shares == {1, 2}
+    hay = corpus.tokenizer.decode(sampler[0][0])
+    assert "return" in hay  # of the run's own text
+    assert "return" in corpus.tokenizer.decode(corpus.train.tokens)

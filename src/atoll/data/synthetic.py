@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atoll.config import DataConfig, ModelConfig
+from atoll.config import DataConfig, ModelConfig, UserError
 from atoll.data.corpus import Corpus, Progress, open_text
 from atoll.data.documents import TokenSet, from_tasks
 from atoll.data.loader import Sampler
@@ -81,7 +81,8 @@ class TaskSampler:
         self._text = Sampler(token_set, length, seed)
         self._least = min(length, SHORT if any(n.partition(":")[0] in FORMED for n in self.mix.names) else LEAST)
         for name in self.mix.names:  # a length too short is refused before the first step
-            self.mix.tasks.make(name, Draw(0), self._least)
+            if self.mix.tasks.make(name, Draw(0), self._least).truncated:
+                raise UserError(f"stages: length = {length}: too short for the task {name!r}; raise it, or leave the task out")
         self._rows: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
