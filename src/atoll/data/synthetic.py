@@ -1,7 +1,8 @@
 """Generated tasks as training data: rows by global index, the loss on answers alone, mixed with rows of text where that is asked for.
 
-Row n is a function of the tasks, the row's length, `data.seed`, n, and of the text that needles lie in. It holds 2^g samples, each a
-segment of its own, of an equal share of the row; g is 0 in half of the rows, 1 in a quarter, and so on down to samples of 16 tokens.
+Row n is a function of the tasks, the row's length, `data.seed`, n, and of the text that needles lie in. It holds 2^g samples of one task,
+each a segment of its own, of an equal share of the row, down to the shortest that the task's form takes; every g is as likely, so that a
+model meets short samples, from which it learns what is asked, beside those of the whole length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from atoll.data.tasks import FORMED, LEAST, Draw, Sample, Tasks, check
 from atoll.data.tokenizer import Tokenizer, byte_symbols
 
 HELDOUT = (64, 512)  # held-out samples, and tokens of the longest
-ROW, SHORT = 128, 1024  # an epoch is said to be so many rows; formed tasks get no less than this, where a row has it
+ROW, KEPT = 128, 1 << 20  # an epoch is said to be so many rows; tokens of rows that are kept, since each is read twice
 TRAIN, ELSEWHERE = 1, 2  # keys of the two splits
 
 
@@ -60,13 +61,18 @@ def _spelled(tokenizer: Tokenizer, ids: np.ndarray) -> bytes:
 
 def heldout_sample(tasks: Tasks, names: tuple[str, ...], index: int) -> Sample:
     """Held-out sample `index`: no training row has its key."""
-    return _drawn(tasks, names, HELDOUT[1], ELSEWHERE, 0, index, 0)
+    draw = Draw(ELSEWHERE, index)
+    return _drawn(tasks, names[draw.integer(len(names))], HELDOUT[1], draw)
 
 
-def _drawn(tasks: Tasks, names: tuple[str, ...], length: int, split: int, seed: int, row: int, slot: int) -> Sample:
-    draw = Draw(split, seed, row, slot, length)
-    name = names[draw.integer(len(names))]
+def _drawn(tasks: Tasks, name: str, length: int, draw: Draw) -> Sample:
     return tasks.make(name, draw, length, draw.integer(1 << 20) / ((1 << 20) - 1))
+
+
+def shortest(name: str) -> int:
+    """Tokens of the shortest sample of a task that training rows hold."""
+    task, _, form = name.partition(":")
+    return LEAST if task not in FORMED else 64 if form == "raw" else 512
 
 
 class TaskSampler:
@@ -79,9 +85,9 @@ class TaskSampler:
         assert token_set.tasks is not None
         self.token_set, self.length, self.seed, self.mix = token_set, length, seed, token_set.tasks
         self._text = Sampler(token_set, length, seed)
-        self._least = min(length, SHORT if any(n.partition(":")[0] in FORMED for n in self.mix.names) else LEAST)
-        for name in self.mix.names:  # a length too short is refused before the first step
-            if self.mix.tasks.make(name, Draw(0), self._least).truncated:
+        self._least = {name: min(length, shortest(name)) for name in self.mix.names}
+        for name, least in self._least.items():  # a length too short is refused before the first step
+            if self.mix.tasks.make(name, Draw(0), least).truncated:
                 raise UserError(f"stages: length = {length}: too short for the task {name!r}; raise it, or leave the task out")
         self._rows: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
 
@@ -99,7 +105,7 @@ class TaskSampler:
             raise IndexError(f"sample index {index}: 0 or more is expected")
         if index not in self._rows:
             self._rows[index] = self._made(index)
-            while len(self._rows) > 64:
+            while len(self._rows) > max(2, KEPT // self.length):
                 self._rows.popitem(last=False)
         return self._rows[index]
 
@@ -108,13 +114,12 @@ class TaskSampler:
         if draw.integer(1 << 30) < self.mix.text_share * (1 << 30):
             ids, starts = self._text[index]
             return ids, starts, np.ones(self.length, dtype=bool)
-        size = self.length
-        while size // 2 >= self._least and draw.integer(2):
-            size //= 2
+        name = self.mix.names[draw.integer(len(self.mix.names))]
+        size = self.length >> draw.integer((self.length // self._least[name]).bit_length())
         ids = np.full(self.length, self.token_set.pad, dtype=np.int64)
         trained, starts, at = np.zeros(self.length, dtype=bool), [], 0
         for slot in range(self.length // size):
-            sample = _drawn(self.mix.tasks, self.mix.names, size, TRAIN, self.seed, index, slot)
+            sample = _drawn(self.mix.tasks, name, size, Draw(TRAIN, self.seed, index, self.length, slot))
             end = at + len(sample.ids)
             ids[at:end], trained[at:end] = sample.ids, sample.answers()
             starts.append(at)
