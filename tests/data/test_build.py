@@ -260,6 +260,11 @@ pipeline.build([{str(folder)!r}], Path({str(tmp_path / "out")!r}), pipeline.Opti
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
     build([str(folder)], tmp_path / "out", Options(join="none"))  # an earlier build is replaced
     assert len(records(tmp_path / "out")) == 7
+    (tmp_path / "out").rename(tmp_path / f".out.{process.pid}.old")  # killed between the two renames
+    with pytest.raises(UserError, match="no document is left"):
+        build([str(folder)], tmp_path / "out", Options(bounds=Bounds(min_chars=10**6)))
+    assert len(records(tmp_path / "out")) == 7
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
 
 
 # ---------------------------------------------------------------- composed documents
