@@ -147,7 +147,7 @@ PARSER_SAYS: dict[str, Callable[..., str]] = {
     r"Unrecognized options: (.*)": "{}: more than is expected; a text of several words is put in quotes".format,
     r"Error parsing --(\S+): invalid literal for int\(\)[^:]*: (.*)": "{} = {}: a whole number is expected".format,
     r"Error parsing --(\S+): could not convert string to float: (.*)": "{} = {}: a number is expected".format,
-    r"invalid choice (.*) for argument '--(\S+)'\. Expected one of (.*)": _one_of,
+    r"invalid choice (.*) for argument '-*(\S+)'\. Expected one of (.*)": _one_of,
     r"Error parsing -*(\S+): (.*)": "{}: {}".format,
 }
 
@@ -345,6 +345,11 @@ def need(extra: str, *packages: str) -> None:
 def show(result: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:
     """Print `result` for a program or for a person."""
     print(json.dumps(result) if as_json else render(result).rstrip("\n"))
+
+
+def say(line: str) -> None:
+    """Print one line of progress, apart from results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def event_writer() -> Callable[[Any], None]:

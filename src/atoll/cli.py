@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
@@ -166,11 +168,31 @@ def serve(
     process.serve(folder, settings, engine, kind, where)
 
 
-def evaluate(run: Run, against: str | None = None, json: bool = False) -> None:
-    """Measure a run's model on its whole held-out split, in bits per byte; or hold a model against another implementation.
+def evaluate(
+    run: Run,
+    suite: Literal["bpb", "recall", "needle", "ruler", "state"] = "bpb",
+    lengths: str | None = None,
+    depths: str | None = None,
+    samples: int = 16,
+    seed: int = 0,
+    form: Literal["text", "raw"] = "text",
+    haystack: Literal["text", "noise"] = "text",
+    out: str | None = None,
+    against: str | None = None,
+    json: bool = False,
+) -> None:
+    """Measure a run's model: bits per byte of its held-out split, or generated tasks; or hold a model against another implementation.
 
     Args:
-        run: a run's folder; with --against also a folder in the hub's layout
+        run: a run's folder; for tasks and with --against also a folder in the hub's layout
+        suite: what is measured; all but bpb are generated tasks (docs/evaluations.md)
+        lengths: of tasks: tokens of a prompt with its answer, as 1024,4096
+        depths: of needles: where they lie, 0 the start to 1 the end, as 0,0.5,1
+        samples: of tasks: prompts for each length and depth
+        seed: of tasks: the same seed gives the same prompts
+        form: of needles and word lists: English, or raw tokens for models trained on those
+        haystack: of needles: the run's held-out text, or generated noise
+        out: of tasks: write the scores as a heat map here, a file that ends in .png or .html
         against: mlx-lm, transformers, or a safetensors file of input_ids and logits: compare logits with these instead
         json: print one JSON object
     """
@@ -179,6 +201,16 @@ def evaluate(run: Run, against: str | None = None, json: bool = False) -> None:
         from atoll.evals import parity
 
         arguments.show(exchange.hold_against(run, against), json, parity.render)
+        return
+    if suite != "bpb":
+        from atoll.evals import heatmap
+        from atoll.evals import suite as tasks
+
+        where = heatmap.check(out) if out else None
+        found = tasks.evaluate(arguments.model_folder(run), suite, lengths, depths, samples, seed, form, haystack, arguments.say)
+        if where:
+            arguments.say(f"heat map: {heatmap.write(found, where)}")
+        arguments.show(found, json, tasks.render)
         return
     folder = arguments.run_folder(run)
     from atoll.evals import heldout
@@ -199,6 +231,63 @@ def compare(words: list[str]) -> None:
 
     result, out, as_json = run(words)
     arguments.show(result, as_json, lambda found: render(found, out))
+
+
+def data(
+    action: Annotated[Positional[Literal["build", "recipes"]], arg(metavar="ACTION")],
+    sources: Annotated[Positional[tuple[str, ...]], arg(metavar="SOURCES")] = (),
+    out: str | None = None,
+    join: Literal["repository", "folder", "none"] = "repository",
+    near: float = 0.7,
+    min_chars: int = 200,
+    max_chars: int = 4_000_000,
+    upsample: float = 1.0,
+    long: int = 32768,
+    evidence: int = 0,
+    evidence_chars: int = 65536,
+    shard_mb: float = 64.0,
+    suffixes: str | None = None,
+    licence: str | None = None,
+    seed: int = 0,
+    download: bool = False,
+    json: bool = False,
+) -> None:
+    """Build a folder of long, clean documents from folders and installed packages; `atoll data recipes` lists the packages.
+
+    Args:
+        action: what to do
+        sources: of build: folders, and names of recipes
+        out: of build: a new folder, or an earlier build to be replaced
+        join: files that become one document; none leaves each alone
+        near: Jaccard's index of word shingles from which two files are the same; 0 drops exact duplicates alone
+        min_chars: least characters of a file
+        max_chars: most characters of a document
+        upsample: most copies of a long document, as its length over --long says
+        long: characters from which a document is long
+        evidence: composed documents to add, whose questions need evidence from all over
+        evidence_chars: characters of a composed document, about
+        shard_mb: most megabytes in one shard
+        suffixes: file endings read of folders, with commas between them; none takes every text file
+        licence: what the manifest says of folders
+        seed: the same seed composes the same documents
+        download: fetch packages that are not installed, into a temporary folder, and run nothing of them
+        json: print one JSON object
+    """
+    from atoll.data.build import pipeline, words
+    from atoll.data.build.filters import Bounds
+
+    if action == "recipes":
+        arguments.show(words.catalogue(), json, words.render_catalogue)
+        return
+    if out is None:
+        raise UserError("--out is missing; give a new folder")
+    endings, bounds = tuple(s.strip() for s in (suffixes or "").split(",") if s.strip()), Bounds(min_chars)
+    sizes = {"max_chars": max_chars, "upsample": upsample, "long": long, "evidence": evidence, "evidence_chars": evidence_chars}
+    options = pipeline.Options(join, near or None, **sizes, shard_mb=shard_mb, suffixes=endings, seed=seed, bounds=bounds)
+    if licence:
+        options = dataclasses.replace(options, licence=licence)
+    made = pipeline.build(list(sources), Path(out).expanduser(), options, download, arguments.say)
+    arguments.show(made, json, words.render)
 
 
 def report(run: Run) -> None:
@@ -347,6 +436,7 @@ VERBS = {
     "audit": audit,
     "export": export,
     "import": import_,
+    "data": data,
     "selftest": selftest,
 }
 WORDY = ("train", "compare")  # verbs that read their words themselves: any setting may stand among them

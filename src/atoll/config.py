@@ -140,10 +140,12 @@ class BalanceConfig:
 class DataConfig:
     """Where the text comes from and how it becomes samples."""
 
-    kind: Literal["text", "chat"] = "text"  # "chat": .jsonl conversations, trained on what their assistants say
+    kind: Literal["text", "chat", "synthetic"] = "text"  # "chat": .jsonl conversations, their assistants learnt; "synthetic": tasks
     source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet
     text_field: str = "text"  # field of a JSONL or parquet record that holds the text
     suffixes: tuple[str, ...] = ()  # file endings read from a folder; empty takes every text file
+    tasks: tuple[str, ...] = ()  # of synthetic: generated tasks, drawn alike often; their answers alone are learnt (docs/evaluations.md)
+    text_share: float = 0.0  # of synthetic: share of the rows that are text of the source
     thinking: bool = True  # of chat: assistants have a think channel, also an empty one; a conversation may say otherwise
     heldout: float = 0.02  # share of the documents kept for validation, by a hash of path or text
     max_bytes: int | None = None  # stop reading the training split after this many bytes
@@ -631,6 +633,10 @@ def _validate_train(config: Config) -> None:
         _refuse("train.steps", None, "set train.steps, train.epochs or train.minutes")
     if d.kind == "chat" and d.source == "stdlib":
         _refuse("data.source", d.source, 'with data.kind = "chat" a .jsonl file of conversations, or a folder of them, is expected')
+    if (d.kind == "synthetic") != bool(d.tasks):
+        _refuse("data.tasks", list(d.tasks), 'tasks and data.kind = "synthetic" go together: name some, as mqar,copy, or leave both out')
+    if not 0 <= d.text_share < 1 or (d.text_share and d.kind != "synthetic"):
+        _refuse("data.text_share", d.text_share, 'a share from 0 up to 1 is expected, with data.kind = "synthetic"')
     if not 0 < d.heldout < 1:
         _refuse("data.heldout", d.heldout, "a share between 0 and 1 is expected")
     if not 0 <= o.warmup < 1:

@@ -43,13 +43,13 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     between versions.
     """
     with np.errstate(over="ignore"):
-        start = _mix(np.asarray([seed & 0xFFFFFFFFFFFFFFFF, epoch], dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-        base = _mix(start[:1] + np.uint64(31) * start[1:])
-        keys = _mix(base + np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        start = mix(np.asarray([seed & 0xFFFFFFFFFFFFFFFF, epoch], dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+        base = mix(start[:1] + np.uint64(31) * start[1:])
+        keys = mix(base + np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return np.argsort(keys, kind="stable")
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

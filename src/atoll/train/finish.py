@@ -28,7 +28,7 @@ def finish(trainer: Trainer) -> None:
         line = final_line(trainer)
         record(trainer, line)
         metrics.sync()
-        trainer.screen.say(_verdict(line, trainer.config.data.kind))
+        trainer.screen.say(_verdict(line, "text" if trainer.corpus.heldout.trained is None else trainer.config.data.kind))
     if c.export:
         ranks.on_main(lambda: _export(trainer))
     if c.report:
@@ -90,6 +90,8 @@ def _verdict(line: dict[str, Any], kind: str) -> str:
             f"{line['bits_per_byte']:.4f} bits per byte, {line['nats_per_token']:.4f} nats a token of what the assistants say in "
             f"{line['files']:,} held-out conversations ({line['bytes']:,} bytes); gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"
         )
+    if kind == "synthetic":
+        return f"{line['nats_per_token']:.4f} nats a token of the answers to {line['files']:,} held-out tasks; see atoll eval --suite"
     tests = {True: ", the library's tests among them", False: ", without the library's tests"}.get(line["has_tests"], "")
     size = f"{line['files']:,} held-out files ({line['bytes'] / 1e6:.2f} MB{tests})"
     return f"{line['bits_per_byte']:.4f} bits per byte on {size}; gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"

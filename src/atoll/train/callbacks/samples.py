@@ -47,7 +47,7 @@ def sample(trainer: Trainer) -> str:
 def _prompt(trainer: Trainer) -> list[int]:
     """`train.sample_prompt` as the beginning of a document, or as a user's message and the assistant's first tag."""
     c, tokenizer = trainer.config, trainer.corpus.tokenizer
-    if c.data.kind == "text":
+    if c.data.kind != "chat":
         return [c.model.bos_token_id, *tokenizer.encode(c.train.sample_prompt)]
     question = [{"role": "user", "content": c.train.sample_prompt}]
     return tokenize(render(question, thinking=c.data.thinking, add_generation_prompt=True), tokenizer)[0]
