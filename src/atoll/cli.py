@@ -273,8 +273,8 @@ def data(
         download: fetch packages that are not installed, into a temporary folder, and run nothing of them
         json: print one JSON object
     """
-    from atoll.data.build import pipeline, words
-    from atoll.data.build.filters import Bounds
+    from atoll.data.builder import pipeline, words
+    from atoll.data.builder.filters import Bounds
 
     if action == "recipes":
         arguments.show(words.catalogue(), json, words.render_catalogue)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from atoll.config import UserError
-from atoll.data.build import archives
-from atoll.data.build.archives import fetched, inside, unpack
-from atoll.data.build.recipes import Recipe, matching
+from atoll.data.builder import archives
+from atoll.data.builder.archives import fetched, inside, unpack
+from atoll.data.builder.recipes import Recipe, matching
 
 ALL = ("**/*",)
 

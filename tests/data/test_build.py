@@ -18,10 +18,10 @@ import atoll
 from atoll import cli
 from atoll.config import DataConfig, ModelConfig, UserError
 from atoll.data import open_corpus
-from atoll.data.build import evidence, joining, pipeline
-from atoll.data.build.filters import Bounds, Seen, fault, shingles
-from atoll.data.build.pipeline import Options, build
-from atoll.data.build.recipes import Unreadable, html_text, read_text, recipes
+from atoll.data.builder import evidence, joining, pipeline
+from atoll.data.builder.filters import Bounds, Seen, fault, shingles
+from atoll.data.builder.pipeline import Options, build
+from atoll.data.builder.recipes import Unreadable, html_text, read_text, recipes
 from atoll.data.tasks import Draw
 from atoll.data.tasks.forms import made_up
 
@@ -240,7 +240,7 @@ def test_an_interrupted_build_leaves_what_was_there(folder, tmp_path, monkeypatc
 
 def test_what_a_killed_build_left_is_removed_by_the_next(folder, tmp_path):
     script = f"""
-from atoll.data.build import pipeline
+from atoll.data.builder import pipeline
 from pathlib import Path
 import time
 pipeline._manifest = lambda *a: (print("here", flush=True), time.sleep(60))
@@ -342,7 +342,7 @@ def test_recipes_are_listed_with_how_to_install_them(capsys):
 
 
 def test_a_recipe_that_is_not_here_names_its_install_command(tmp_path, monkeypatch):
-    monkeypatch.setattr("atoll.data.build.recipes.DPKG", tmp_path)
+    monkeypatch.setattr("atoll.data.builder.recipes.DPKG", tmp_path)
     with pytest.raises(UserError, match=r"apt-get install linux-doc-6\.1, or give --download"):
         build(["linux-doc"], tmp_path / "out", Options())
 

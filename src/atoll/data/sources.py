@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.config import DataConfig, UserError
-from atoll.data.build.writing import is_build, shards_of
+from atoll.data.builder.writing import is_build, shards_of
 from atoll.data.records import RECORDS, Repairs, decode, read_records
 
 SNIFF = 8192  # bytes looked at to tell text from binary
