@@ -140,10 +140,13 @@ class BalanceConfig:
 class DataConfig:
     """Where the text comes from and how it becomes samples."""
 
-    kind: Literal["text", "chat"] = "text"  # "chat": .jsonl conversations, trained on what their assistants say
-    source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet
+    kind: Literal["text", "chat", "images"] = "text"  # "chat": .jsonl conversations, their assistants learnt; "images": docs/vision.md
+    source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet; of images: "rendered", folder, .jsonl, .tar
     text_field: str = "text"  # field of a JSONL or parquet record that holds the text
     suffixes: tuple[str, ...] = ()  # file endings read from a folder; empty takes every text file
+    fonts: tuple[str, ...] = ()  # of rendered images: font files (.ttf, .otf) that words are drawn in; empty takes DejaVu Sans Mono
+    image_patches: int = 65536  # of images: most patches of one; a larger one is scaled down
+    image_cut: Literal["move", "refuse"] = "move"  # of images: one that a row's end would cut begins the next, or ends the run's start
     thinking: bool = True  # of chat: assistants have a think channel, also an empty one; a conversation may say otherwise
     heldout: float = 0.02  # share of the documents kept for validation, by a hash of path or text
     max_bytes: int | None = None  # stop reading the training split after this many bytes
@@ -629,6 +632,8 @@ def _validate_train(config: Config) -> None:
         _refuse("train.steps", None, "set train.steps, train.epochs or train.minutes")
     if d.kind == "chat" and d.source == "stdlib":
         _refuse("data.source", d.source, 'with data.kind = "chat" a .jsonl file of conversations, or a folder of them, is expected')
+    if d.kind == "images":
+        _validate_images(config)
     if not 0 < d.heldout < 1:
         _refuse("data.heldout", d.heldout, "a share between 0 and 1 is expected")
     if not 0 <= o.warmup < 1:
@@ -638,3 +643,20 @@ def _validate_train(config: Config) -> None:
         if size is not None and stage.batch % size and stage.batch > size:
             name = "train.micro_batch" if stage.micro_batch is None else f"stages.{i}.micro_batch"
             _refuse(name, size, f"must divide stages.{i}.batch = {stage.batch}")
+
+
+def _validate_images(config: Config) -> None:
+    d, p = config.data, config.parallel
+    _positive(d, "data.", ["image_patches"])
+    if config.model.vision is None:
+        _refuse("data.kind", d.kind, "this model has no vision tower; set model.vision, or start from tiny-vl")
+    if d.source == "stdlib":
+        _refuse("data.source", d.source, 'with data.kind = "images" a folder, a .jsonl or .tar file of pictures, or "rendered" is expected')
+    if d.fonts and d.source != "rendered":
+        _refuse("data.fonts", list(d.fonts), 'words are drawn with data.source = "rendered"; leave it out')
+    for i, stage in enumerate(config.stages):
+        if stage.segment is not None:
+            _refuse(f"stages.{i}.segment", stage.segment, "rows with images are computed whole; leave it out")
+    for axis in ("context", "pipeline"):
+        if getattr(p, axis) > 1:
+            _refuse(f"parallel.{axis}", getattr(p, axis), "rows with images are not cut; spread the run by data_replicate, data_shard, expert")

@@ -24,7 +24,8 @@ class TokenSet:
 
     tokens [N] uint16 or uint32; offsets int64 [D+1]; doc_bytes int64 [D] (UTF-8 bytes of each text); names of the D documents;
     token_bytes int64 [V]: bytes of text behind each id, 0 for specials. Of conversations also trained bool [N]: the tokens that are
-    targets, whose bytes alone doc_bytes counts; and end_of_msg, the id that ends each message.
+    targets, whose bytes alone doc_bytes counts; and end_of_msg, the id that ends each message. `pictures`: what stands where media
+    placeholders do (`data.images.corpus.Gallery`).
     """
 
     tokens: np.ndarray
@@ -37,6 +38,7 @@ class TokenSet:
     pad: int
     trained: np.ndarray | None = None
     end_of_msg: int | None = None
+    pictures: Any = None
 
     def __len__(self) -> int:
         return len(self.names)

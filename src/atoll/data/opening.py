@@ -5,6 +5,7 @@ from __future__ import annotations
 from atoll.config import DataConfig, ModelConfig
 from atoll.data.conversations import open_chat
 from atoll.data.corpus import Corpus, Progress, open_text
+from atoll.data.images.corpus import open_images
 
 
 def open_corpus(config: DataConfig, model: ModelConfig, progress: Progress | None = None) -> Corpus:
@@ -13,4 +14,6 @@ def open_corpus(config: DataConfig, model: ModelConfig, progress: Progress | Non
     `progress` is called with one line before each slow step. Raises `UserError` for a mistake in a setting or a file.
     """
     say = progress or (lambda line: None)
+    if config.kind == "images":
+        return open_images(config, model, say)
     return open_chat(config, model, say) if config.kind == "chat" else open_text(config, model, say)

@@ -17,7 +17,9 @@ from atoll.data.loader import Rows, Sampler, permutation
 
 
 def open_sampler(token_set: TokenSet, length: int, seed: int) -> Rows:
-    """The sampler for documents, or for conversations."""
+    """The sampler for documents, for conversations, or for documents with pictures."""
+    if token_set.pictures is not None:
+        return token_set.pictures.rows(token_set, length, seed)
     return Sampler(token_set, length, seed) if token_set.trained is None else ConversationSampler(token_set, length, seed)
 
 

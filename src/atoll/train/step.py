@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.config import UserError
 from atoll.data.loader import IGNORED, Batch, Rows, make_batch
 from atoll.optim import ModelOptimizer
 from atoll.parallel.ranks import ALONE, Ranks
@@ -61,6 +62,7 @@ def accumulate(
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for i, ((*tensors, options), count) in enumerate(zip(pieces, counts, strict=True)):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
+        options |= {k: t.to(device, non_blocking=True) for k, t in _pictures(batches[i], context or segments).items()}
         if segments is not None:
             loss += accumulate_rows(model, ids, labels, bounds, segments, whole)
             continue
@@ -85,6 +87,15 @@ def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str
     targets = next_tokens(batch.labels, batch.cu_seqlens)
     at = slice(share.start, share.stop)
     return batch.input_ids[:, at], targets[:, at], torch.tensor(share.bounds), {"shifted": True}
+
+
+def _pictures(batch: Batch, cut: Any) -> dict[str, Tensor]:
+    """The model's arguments of a batch with pictures. Raises `UserError` where its rows are `cut`."""
+    if batch.pixel_values is None or batch.grid_thws is None:
+        return {}
+    if cut is not None:
+        raise UserError("stages: segment, or parallel: context, with images: rows with images are computed whole; leave it out")
+    return {"pixel_values": batch.pixel_values, "grid_thws": batch.grid_thws}
 
 
 def train_step(
