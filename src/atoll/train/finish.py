@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
+from atoll.train import checkpoint
 from atoll.train.callbacks.base import record
 from atoll.train.callbacks.metrics import MetricsFile
 from atoll.train.screen import duration
 
 if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
+
+ALL = 512  # pictures of a kind asked about at the end
 
 
 def finish(trainer: Trainer) -> None:
@@ -59,8 +63,10 @@ def _report(trainer: Trainer) -> None:
 
 
 def final_line(trainer: Trainer) -> dict[str, Any]:
-    """Bits per byte of the whole held-out split, and of gzip and xz on the same files one by one."""
+    """Bits per byte of the whole held-out split, and of gzip and xz on the same files one by one; of pictures what was said of them."""
     corpus = trainer.corpus
+    if corpus.heldout.pictures is not None:
+        return {"kind": "final", **heldout(trainer, None), "pictures": len(corpus.heldout)}
     return {
         "kind": "final",
         **heldout(trainer, None),
@@ -85,6 +91,8 @@ _KNOWN: dict[int, dict[str, float]] = {}
 
 
 def _verdict(line: dict[str, Any], kind: str) -> str:
+    if kind == "images":
+        return f"{seen(line)} on {line['pictures']:,} held-out documents with pictures"
     if kind == "chat":
         return (
             f"{line['bits_per_byte']:.4f} bits per byte, {line['nats_per_token']:.4f} nats a token of what the assistants say in "
@@ -95,10 +103,34 @@ def _verdict(line: dict[str, Any], kind: str) -> str:
     return f"{line['bits_per_byte']:.4f} bits per byte on {size}; gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"
 
 
+def seen(line: dict[str, Any]) -> str:
+    """What was measured on held-out pictures, in words."""
+    parts = [f"{line['bits_per_byte']:.4f} bits per byte"]
+    if "digit_accuracy" in line:
+        parts.append(f"{line['digit_accuracy']:.1%} of {line['digits']:,} digits")
+    if "character_accuracy" in line:
+        parts.append(f"{line['character_accuracy']:.1%} of {line['characters']:,} letters of unseen words")
+    return ", ".join(parts)
+
+
+def look(trainer: Trainer, tokens: int | None) -> dict[str, float]:
+    """`heldout` of pictures: the loss beside them, and how many of the answers about them are right; at the end (None) pictures.json."""
+    from atoll.evals.pictures import FEW, accuracy, answers, choose, gallery, losses
+
+    token_set, alone = trainer.corpus.heldout, trainer.ranks.size == 1
+    asked = choose(token_set.pictures.samples, FEW if tokens else ALL)
+    said = answers(trainer.model, asked, trainer.corpus.tokenizer, alone)
+    if tokens is None and trainer.ranks.main:
+        checkpoint.write_whole(trainer.out / "pictures.json", json.dumps({"step": trainer.step, "pictures": gallery(said)}))
+    return {**losses(trainer.model, token_set, trainer.stages[-1].length, tokens), **accuracy(said)}
+
+
 def heldout(trainer: Trainer, tokens: int | None) -> dict[str, float]:
     """{"bits_per_byte", "nats_per_token"} of a fixed choice of about `tokens` held-out tokens (None: of all, with progress)."""
     from atoll.evals.bpb import bits_per_byte
 
+    if trainer.corpus.heldout.pictures is not None:
+        return look(trainer, tokens)
     begun = time.monotonic()
 
     def progress(share: float) -> None:

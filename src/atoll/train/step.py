@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.config import UserError
-from atoll.data.loader import IGNORED, Batch, Rows, make_batch
+from atoll.data.loader import IGNORED, Batch, Rows, batch_of
 from atoll.optim import ModelOptimizer
 from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train.guard import Guard
@@ -35,8 +35,13 @@ class StepResult:
 
 def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> list[Batch]:
     """The `count` sequences from global index `first` on, `size` a batch (None: all in one)."""
-    size = min(size or count, count)
-    return [make_batch(sampler, first + i, min(size, count - i)) for i in range(0, count, size)]
+    return row_batches(sampler, range(first, first + count), size)
+
+
+def row_batches(sampler: Rows, rows: Sequence[int], size: int | None) -> list[Batch]:
+    """The sequences of these global indices, `size` a batch (None: all in one)."""
+    size = min(size or len(rows), len(rows))
+    return [batch_of(sampler, rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
 def accumulate(

@@ -26,7 +26,7 @@ from atoll.data.split import unit_hash
 LETTERS = 3, 9  # of a word
 MET = 3  # times a word must be met in the library to be one
 FONT_SIZES = 20, 23  # pixels, both drawn
-DIGIT_SHARE = 0.25  # of the pictures
+DIGIT_SHARE = 0.2  # of the pictures
 SIDE = 28  # pixels of a digit's picture, and the least height of a word's
 QUESTION = "what is this?"
 KINDS = {"word": "the word ", "digit": "the digit "}  # what an answer begins with

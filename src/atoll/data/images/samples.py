@@ -23,7 +23,7 @@ class Item:
 class Sample:
     """A document: ids int64 [T], which of them are targets (bool), and its items in the order of their placeholders.
 
-    `kind` and `truth`: of a picture that is asked about, what it shows; `prompt`: tokens before the answer.
+    `prompt`: tokens before what is said of the last item, 0 where nothing is; `kind` and `truth`: of a rendered picture, what it shows.
     """
 
     ids: np.ndarray
@@ -42,7 +42,9 @@ def document(parts: Sequence[Sequence[int] | Item], model: ModelConfig) -> Sampl
     for part in parts:
         ids += [mark] * features_of(part.grid, model.vision) if isinstance(part, Item) else part
     whole = np.asarray([*ids, model.eos_token_id], dtype=np.int64)
-    return Sample(whole, whole != mark, tuple(part for part in parts if isinstance(part, Item)))
+    items = tuple(part for part in parts if isinstance(part, Item))
+    said = int(np.flatnonzero(whole == mark)[-1]) + 2 if items else 0  # a token of text follows an item in every prompt
+    return Sample(whole, whole != mark, items, prompt=said if said < len(whole) - 1 else 0)
 
 
 def runs(ids: np.ndarray, items: Sequence[Item], model: ModelConfig) -> list[tuple[int, int]]:
