@@ -40,6 +40,7 @@ def sample(
     seed: int = 0,
     chat: bool = False,
     thinking: bool = True,
+    image: tuple[str, ...] = (),
 ) -> None:
     """Continue a text with a trained model, or answer a message.
 
@@ -53,19 +54,23 @@ def sample(
         seed: the same seed gives the same text
         chat: the prompt is a user's message; print the assistant's
         thinking: with --chat, let the assistant think first
+        image: image files that the model sees before the prompt, or where it says <image>
     """
     folder = arguments.model_folder(run)
     from atoll import load
     from atoll.hub.load import load_tokenizer
-    from atoll.infer.sample import continue_text, reply
+    from atoll.infer.sample import continue_text, read_pictures, reply
 
     model, tokenizer = load(folder), load_tokenizer(folder)
+    shown = read_pictures(image, model.config)
     if chat:
-        question, show = [{"role": "user", "content": prompt}], arguments.event_writer()
-        answer = reply(model, tokenizer, question, None, thinking, tokens, temperature, top_p, top_k, seed, show)
+        seen = [{"type": "image", "width": p.size[0], "height": p.size[1]} for p in shown]
+        content = [*seen, {"type": "text", "text": prompt}] if seen else prompt
+        question, show = [{"role": "user", "content": content}], arguments.event_writer()
+        answer = reply(model, tokenizer, question, None, thinking, tokens, temperature, top_p, top_k, seed, show, shown)
         sys.stdout.write("" if answer.finished else f"(cut off after {tokens} tokens)\n")
         return
-    continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write, echo=True)
+    continue_text(model, tokenizer, prompt, tokens, temperature, top_p, top_k, seed, arguments.write, True, shown)
     sys.stdout.write("\n")
 
 

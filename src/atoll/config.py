@@ -659,4 +659,6 @@ def _validate_images(config: Config) -> None:
             _refuse(f"stages.{i}.segment", stage.segment, "rows with images are computed whole; leave it out")
     for axis in ("context", "pipeline"):
         if getattr(p, axis) > 1:
-            _refuse(f"parallel.{axis}", getattr(p, axis), "rows with images are not cut; spread the run by data_replicate, data_shard, expert")
+            _refuse(
+                f"parallel.{axis}", getattr(p, axis), "rows with images are not cut; spread the run by data_replicate, data_shard, expert"
+            )

@@ -206,6 +206,13 @@ def test_what_gives_no_picture_gives_one_line(content, says):
     assert "\n" not in str(caught.value)
 
 
+def read_or_line(content: bytes) -> Picture | str:
+    try:
+        return read_image(content, VISION, 4096)
+    except BadImage as error:
+        return str(error)
+
+
 def test_every_cut_and_many_flips_of_a_file_give_a_picture_or_one_line():
     numbers = np.random.RandomState(1)
     for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"):
@@ -214,12 +221,8 @@ def test_every_cut_and_many_flips_of_a_file_give_a_picture_or_one_line():
             content = bytearray(whole[: numbers.randint(1, len(whole) + 1)])
             for at in numbers.randint(len(content), size=3):
                 content[at] = numbers.randint(256)
-            try:
-                picture = read_image(bytes(content), VISION, 4096)
-            except BadImage as error:
-                assert "\n" not in str(error)
-            else:
-                assert picture.patches.shape[1:] == (3, 14, 14)
+            outcome = read_or_line(bytes(content))
+            assert outcome.patches.shape[1:] == (3, 14, 14) if isinstance(outcome, Picture) else "\n" not in outcome
 
 
 def test_paths_stay_in_their_folder(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def evaluate(run: Path) -> dict[str, Any]:
-    """Bits per byte of `run`'s model over its whole held-out split, and of gzip -9 and xz -9e, ready for JSON.
+    """Bits per byte of `run`'s model over its whole held-out split, and of gzip -9 and xz -9e, ready for JSON. Of pictures, what was read.
 
     The split and the tokenizer are the run's own. Raises `UserError` when the run has no exported model or its text is gone.
     """
@@ -24,6 +24,10 @@ def evaluate(run: Path) -> dict[str, Any]:
     model = load(run)
     corpus = open_corpus(data, config.model)
     length = config.stages[-1].length
+    if corpus.heldout.pictures is not None:
+        from atoll.evals import pictures
+
+        return {"kind": data.kind, **pictures.measure(model, corpus, length)[0]}
     measured = bits_per_byte(model, corpus.heldout, length)
     about = {"kind": data.kind, "files": len(corpus.heldout_files), "length": length, "has_tests": corpus.has_tests}
     return {**measured, **compressors(corpus.heldout_files), **about}
@@ -31,6 +35,10 @@ def evaluate(run: Path) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """The result as aligned text."""
+    if result["kind"] == "images":
+        from atoll.evals import pictures
+
+        return pictures.described(result)
     rows = [("model", "bits_per_byte"), ("gzip -9", "gzip"), ("xz -9e", "xz")]
     text = result["kind"] == "text"
     what = ("file" if text else "conversation") + "s" * (result["files"] != 1) + ("" if text else ", what the assistants say")

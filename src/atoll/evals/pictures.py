@@ -22,7 +22,7 @@ from atoll.data.tokenizer import Tokenizer
 ROWS = 8  # of held-out documents in a forward pass
 ASKED = 64  # pictures answered at once
 ANSWER = 48  # most tokens of an answer
-FEW = 96  # pictures of each kind asked about while training
+FEW, ALL = 96, 512  # pictures of each kind asked about while training, and at the end
 SHOWN = 12  # pictures of each kind on the report's page
 
 
@@ -33,6 +33,29 @@ class Answer:
     sample: Sample
     said: str
     truth: str
+
+
+def measure(
+    model: Any, corpus: Any, length: int, tokens: int | None = None, stop: bool = True
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Loss and answers on the held-out split (with `tokens`: about so many, and some pictures), and some answers to be shown.
+
+    The first: `losses` and `accuracy`, and "pictures", how many were asked about. Over several processes `stop` is False (`answers`).
+    """
+    token_set = corpus.heldout
+    said = answers(model, choose(token_set.pictures.samples, FEW if tokens else ALL), corpus.tokenizer, stop)
+    measured = {**losses(model, token_set, length, tokens), **accuracy(said), "pictures": len(said)}
+    return measured, [] if tokens else gallery(said)
+
+
+def described(line: dict[str, Any]) -> str:
+    """What `measure` found, in words."""
+    parts = [f"{line['bits_per_byte']:.4f} bits per byte"]
+    if "digit_accuracy" in line:
+        parts.append(f"{line['digit_accuracy']:.1%} of {line['digits']:,} digits")
+    if "character_accuracy" in line:
+        parts.append(f"{line['character_accuracy']:.1%} of {line['characters']:,} letters of unseen words")
+    return ", ".join(parts) + f"; {line['pictures']:,} held-out pictures"
 
 
 @torch.no_grad()

@@ -77,8 +77,8 @@ def _each(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, cau
     sizes = [length * count for length, count in runs]
     done = []
     for (length, count), *segment in zip(runs, *(u.split(sizes, 1) for u in (q, k, v)), strict=True):
-        rows = (u.reshape(count, length, *u.shape[2:]) for u in segment)
-        done.append(_attend(*rows, scale, 0, causal).reshape(1, length * count, q.shape[2], v.shape[-1]))
+        q_rows, k_rows, v_rows = (u.reshape(count, length, *u.shape[2:]) for u in segment)
+        done.append(_attend(q_rows, k_rows, v_rows, scale, 0, causal).reshape(1, length * count, q.shape[2], v.shape[-1]))
     out = torch.cat(done, 1) if len(done) > 1 else done[0]
     return out if place is None else out.index_select(1, place.argsort())
 

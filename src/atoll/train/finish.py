@@ -15,8 +15,6 @@ from atoll.train.screen import duration
 if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
 
-ALL = 512  # pictures of a kind asked about at the end
-
 
 def finish(trainer: Trainer) -> None:
     """Everything after the last step that the settings ask for. Interrupted, it can be had again by resuming the run.
@@ -66,7 +64,7 @@ def final_line(trainer: Trainer) -> dict[str, Any]:
     """Bits per byte of the whole held-out split, and of gzip and xz on the same files one by one; of pictures what was said of them."""
     corpus = trainer.corpus
     if corpus.heldout.pictures is not None:
-        return {"kind": "final", **heldout(trainer, None), "pictures": len(corpus.heldout)}
+        return {"kind": "final", **heldout(trainer, None)}
     return {
         "kind": "final",
         **heldout(trainer, None),
@@ -92,7 +90,9 @@ _KNOWN: dict[int, dict[str, float]] = {}
 
 def _verdict(line: dict[str, Any], kind: str) -> str:
     if kind == "images":
-        return f"{seen(line)} on {line['pictures']:,} held-out documents with pictures"
+        from atoll.evals.pictures import described
+
+        return described(line)
     if kind == "chat":
         return (
             f"{line['bits_per_byte']:.4f} bits per byte, {line['nats_per_token']:.4f} nats a token of what the assistants say in "
@@ -103,26 +103,15 @@ def _verdict(line: dict[str, Any], kind: str) -> str:
     return f"{line['bits_per_byte']:.4f} bits per byte on {size}; gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"
 
 
-def seen(line: dict[str, Any]) -> str:
-    """What was measured on held-out pictures, in words."""
-    parts = [f"{line['bits_per_byte']:.4f} bits per byte"]
-    if "digit_accuracy" in line:
-        parts.append(f"{line['digit_accuracy']:.1%} of {line['digits']:,} digits")
-    if "character_accuracy" in line:
-        parts.append(f"{line['character_accuracy']:.1%} of {line['characters']:,} letters of unseen words")
-    return ", ".join(parts)
-
-
 def look(trainer: Trainer, tokens: int | None) -> dict[str, float]:
     """`heldout` of pictures: the loss beside them, and how many of the answers about them are right; at the end (None) pictures.json."""
-    from atoll.evals.pictures import FEW, accuracy, answers, choose, gallery, losses
+    from atoll.evals.pictures import measure
 
-    token_set, alone = trainer.corpus.heldout, trainer.ranks.size == 1
-    asked = choose(token_set.pictures.samples, FEW if tokens else ALL)
-    said = answers(trainer.model, asked, trainer.corpus.tokenizer, alone)
-    if tokens is None and trainer.ranks.main:
-        checkpoint.write_whole(trainer.out / "pictures.json", json.dumps({"step": trainer.step, "pictures": gallery(said)}))
-    return {**losses(trainer.model, token_set, trainer.stages[-1].length, tokens), **accuracy(said)}
+    length = trainer.stages[-1].length
+    measured, shown = measure(trainer.model, trainer.corpus, length, tokens, stop=trainer.ranks.size == 1)
+    if shown and trainer.ranks.main:
+        checkpoint.write_whole(trainer.out / "pictures.json", json.dumps({"step": trainer.step, "pictures": shown}))
+    return measured
 
 
 def heldout(trainer: Trainer, tokens: int | None) -> dict[str, float]:

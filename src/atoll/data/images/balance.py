@@ -8,7 +8,7 @@ from atoll.data.loader import Pictured, Rows
 
 
 def assign(costs: Sequence[float], places: int) -> list[list[int]]:
-    """Indices of `costs` for each of `places`, `len(costs) / places` each, ascending: the dearest first, to the cheapest place with room."""
+    """Indices of `costs` for each of `places`, `len(costs) / places` each: the dearest first, to the cheapest place with room."""
     room, loads = len(costs) // places, [0.0] * places
     mine: list[list[int]] = [[] for _ in range(places)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

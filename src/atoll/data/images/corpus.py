@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
 from atoll.config import DataConfig, ModelConfig
 from atoll.data.corpus import Corpus, Progress, fitted, given_tokenizer
-from atoll.data.documents import TokenSet, token_dtype
+from atoll.data.images.files import open_files
+from atoll.data.images.gallery import Gallery, token_set
 from atoll.data.images.rendered import KINDS, QUESTION, Renderer, Shown
-from atoll.data.images.sampler import DocumentRows, DrawnRows, PictureRows
 from atoll.data.images.samples import Item, Sample, document
 from atoll.data.tokenizer import Tokenizer
 
 HELDOUT = 512  # held-out pictures drawn
 KNOWN = 64  # training pictures that stand for the endless rest
-
-
-@dataclass(frozen=True)
-class Gallery:
-    """Beside a `TokenSet`: its documents as samples; of a side that is drawn without end, what draws them."""
-
-    samples: list[Sample]
-    model: ModelConfig
-    cut: str = "move"
-    drawn: Artist | None = None
-
-    def rows(self, token_set: TokenSet, length: int, seed: int) -> PictureRows:
-        """The sampler of `token_set`, whose `pictures` this is."""
-        if self.drawn is not None:
-            artist = self.drawn
-            return DrawnRows(token_set, lambda row, slot: artist.sample(length, seed, row, slot), length)
-        return DocumentRows(token_set, self.samples, length, seed, self.model, self.cut)
 
 
 class Artist:
@@ -64,7 +44,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 def open_images(config: DataConfig, model: ModelConfig, say: Progress) -> Corpus:
     """The corpus that `config.source` names. Raises `UserError`."""
-    return _rendered(config, model, say)
+    return _rendered(config, model, say) if config.source == "rendered" else open_files(config, model, say)
 
 
 def _rendered(config: DataConfig, model: ModelConfig, say: Progress) -> Corpus:
@@ -85,22 +65,9 @@ def _rendered(config: DataConfig, model: ModelConfig, say: Progress) -> Corpus:
         f"{len(train.words):,} words and {len(train.names):,} digits are drawn, "
         f"{len(heldout.words):,} other words and {len(heldout.names):,} other digits held out"
     )
-    sets = (token_set(known, tokenizer, model, Gallery(known, model, drawn=artist)), token_set(apart, tokenizer, model, Gallery(apart, model)))
+    sets = (
+        token_set(known, tokenizer, model, Gallery(known, model, draw=artist.sample)),
+        token_set(apart, tokenizer, model, Gallery(apart, model)),
+    )
     texts = [(name, s.truth.encode()) for name, s in zip(sets[1].names, apart, strict=True)]
     return Corpus(tokenizer, *sets, texts, None, 0, [note])
-
-
-def token_set(
-    samples: Sequence[Sample], tokenizer: Tokenizer, model: ModelConfig, gallery: Gallery, names: Sequence[str] | None = None
-) -> TokenSet:
-    """`samples` as a `TokenSet` with its pictures."""
-    table = np.zeros(model.vocab_size, dtype=np.int64)
-    table[: len(tokenizer.bytes_table)] = tokenizer.bytes_table
-    kept = [s.ids.astype(token_dtype(model)) for s in samples]
-    offsets = np.cumsum([0, *(len(ids) for ids in kept)]).astype(np.int64)
-    sizes = np.asarray([int(table[s.ids[s.trained]].sum()) for s in samples], dtype=np.int64)
-    named = list(names or (f"picture {i}" for i in range(len(samples))))
-    trained = np.concatenate([np.zeros(0, bool), *(s.trained for s in samples)])
-    tokens = np.concatenate([np.zeros(0, token_dtype(model)), *kept])
-    ends = model.bos_token_id, model.eos_token_id, model.pad_token_id
-    return TokenSet(tokens, offsets, sizes, named, table, *ends, trained=trained, pictures=gallery)

@@ -22,8 +22,10 @@ SQUARE, WHITE, GREY = 8, 255, 180  # the chessboard behind what is transparent, 
 
 @dataclass(frozen=True)
 class Picture:
-    """`patches` uint8 [frames · rows · columns, 3, p, p], frame by frame, row by row; `grid` (frames, rows, columns); `size` (width, height)
-    as given, in pixels."""
+    """`patches` uint8 [frames · rows · columns, 3, p, p], frame by frame, row by row.
+
+    `grid` (frames, rows, columns) in patches; `size` (width, height) as given, in pixels.
+    """
 
     patches: np.ndarray
     grid: tuple[int, int, int]
@@ -57,7 +59,7 @@ def scaled(image: Any, patch: int, most: int = MOST_PATCHES) -> np.ndarray:
     """A PIL image in mode RGB or RGBA as uint8 [H, W, 3], scaled down (bicubic) where it is too large, then laid on the chessboard."""
     from PIL import Image
 
-    size = scaled_size(*image.size, patch, most)
+    size = scaled_size(image.size[0], image.size[1], patch, most)
     image = image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
     pixels = np.asarray(image)
     if pixels.shape[2] == 3:
@@ -71,11 +73,11 @@ def scaled(image: Any, patch: int, most: int = MOST_PATCHES) -> np.ndarray:
 def to_picture(frames: Sequence[np.ndarray], vision: VisionConfig, size: tuple[int, int] | None = None) -> Picture:
     """Frames uint8 [H, W, 3] of one size, already scaled, as one item; `size` is that of the original (default: theirs)."""
     height, width, _ = frames[0].shape
-    p, grid = vision.patch_size, grid_of(width, height, vision, len(frames))
-    padded = np.zeros((*grid[:1], grid[1] * p, grid[2] * p, 3), np.uint8)
+    p, (t, h, w) = vision.patch_size, grid_of(width, height, vision, len(frames))
+    padded = np.zeros((t, h * p, w * p, 3), np.uint8)
     padded[:, :height, :width] = frames
-    patches = padded.reshape(grid[0], grid[1], p, grid[2], p, 3).transpose(0, 1, 3, 5, 2, 4).reshape(-1, 3, p, p)
-    return Picture(np.ascontiguousarray(patches), grid, size or (width, height))
+    patches = padded.reshape(t, h, p, w, p, 3).transpose(0, 1, 3, 5, 2, 4).reshape(-1, 3, p, p)
+    return Picture(np.ascontiguousarray(patches), (t, h, w), size or (width, height))
 
 
 def stack(pictures: Sequence[Picture]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,11 +85,11 @@ class Renderer:
 
         ink = Image.fromarray(self.digits[index]).resize((24, 24), Image.Resampling.BICUBIC)
         angle, scale = numbers.uniform(-12, 12), numbers.uniform(0.85, 1.1)
-        turned = ink.rotate(angle, Image.Resampling.BILINEAR).resize((round(24 * scale),) * 2, Image.Resampling.BILINEAR)
-        strength = np.zeros((SIDE + 8, SIDE + 8), np.float32)
-        x, y = numbers.randint(0, strength.shape[0] - turned.size[0] - 8 + 1, size=2) + 4 if turned.size[0] <= SIDE else (4, 4)
-        strength[y : y + turned.size[1], x : x + turned.size[0]] = np.asarray(turned, np.float32) / 255
-        strength = strength[4 : 4 + SIDE, 4 : 4 + SIDE]
+        side = round(24 * scale)
+        turned = ink.rotate(angle, Image.Resampling.BILINEAR).resize((side, side), Image.Resampling.BILINEAR)
+        x, y = numbers.randint(0, SIDE - side + 1, size=2)
+        strength = np.zeros((SIDE, SIDE), np.float32)
+        strength[y : y + side, x : x + side] = np.asarray(turned, np.float32) / 255
         paper, dark = numbers.randint((176, 0), (256, 80))
         return Shown(self._grey(paper + (dark - paper) * strength, numbers), "digit", str(self.names[index]))
 
@@ -116,7 +116,7 @@ def library_words() -> tuple[str, ...]:
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Ink uint8 [1797, 8, 8] and names int64 [1797]."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError("data.source = \"rendered\": digits come with scikit-learn; pip install 'atoll[vision]'") from error
     found: Any = load_digits()

@@ -15,6 +15,7 @@ from atoll.data.loader import permutation
 from atoll.data.packing import pack
 
 KEPT = 64  # rows remembered: a batch asks for each more than once
+EPOCH = 1024  # rows that are called an epoch where there is no end
 PATCH_COST = 0.2  # of a text token's: what a patch adds to a row's cost, measured on `tiny-vl` (docs/vision.md)
 
 
@@ -97,13 +98,15 @@ class DocumentRows(PictureRows):
 class DrawnRows(PictureRows):
     """Rows of documents that are made as they are asked for: `make(row, slot)`, until the next does not fit."""
 
-    epoch_rows = float(1 << 10)  # there is no end: an epoch is a count
-
     def __init__(self, token_set: TokenSet, make: Callable[[int, int], Sample], length: int) -> None:
         super().__init__(token_set, length)
         self._make = make
         if len(first := make(0, 0).ids) > length:
             raise UserError(f"stages: length = {length}: a picture and its answer take {len(first)} tokens and more; raise it to 64")
+
+    @property
+    def epoch_rows(self) -> float:
+        return float(EPOCH)
 
     def _samples(self, index: int) -> list[Sample]:
         samples, used = [], 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from atoll.evals.pictures import described
 from atoll.train.callbacks.base import Callback, record
-from atoll.train.finish import heldout, seen
+from atoll.train.finish import heldout
 
 if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
@@ -21,7 +22,7 @@ class Validation(Callback):
         measured = heldout(trainer, trainer.config.train.validate_tokens)
         record(trainer, {"kind": "validation", "step": trainer.step, **measured})
         if trainer.corpus.heldout.pictures is not None:
-            trainer.screen.say(f"step {trainer.step:,}: {seen(measured)}, held out")
+            trainer.screen.say(f"step {trainer.step:,}: {described(measured)}")
             return
         what = "text" if trainer.config.data.kind == "text" else f"replies, {measured['nats_per_token']:.4f} nats a token"
         trainer.screen.say(f"step {trainer.step:,}: {measured['bits_per_byte']:.4f} bits per byte on held-out {what}")
