@@ -133,7 +133,8 @@ def choose(samples: Sequence[Sample], each: int | None) -> list[Sample]:
 def accuracy(said: Sequence[Answer]) -> dict[str, float]:
     """{"digit_accuracy", "digits", "character_accuracy", "characters"} of answers about rendered pictures.
 
-    A digit is right where the whole answer is. Of words, 1 - (letters to be inserted, deleted or replaced) / letters, over all of them.
+    A digit is right where the whole answer is. Of words, 1 - (letters to insert, delete or replace) / letters, over all of them; a word
+    counts as many wrong as it has, at most.
     """
     found: dict[str, float] = {}
     digits = [a.said == a.truth for a in said if a.sample.kind == "digit"]
@@ -142,7 +143,10 @@ def accuracy(said: Sequence[Answer]) -> dict[str, float]:
         found |= {"digit_accuracy": sum(digits) / len(digits), "digits": len(digits)}
     if words:
         letters = sum(len(truth) for _, truth in words)
-        found |= {"character_accuracy": 1 - sum(edits(*pair) for pair in words) / letters, "characters": letters}
+        found |= {
+            "character_accuracy": 1 - sum(min(len(truth), edits(said, truth)) for said, truth in words) / letters,
+            "characters": letters,
+        }
     return found
 
 

@@ -62,10 +62,10 @@ def sampled(frames: Iterable[tuple[float, np.ndarray]], rate: float = RATE, most
     for time, frame in frames:
         if time + 1e-6 >= due:
             kept.append((time, frame))
-            begun = kept[0][0]
-            due = begun + step * (math.floor((time - begun) / step + 1e-6) + 1)
             if len(kept) > 2 * most:  # half the rate from here on: what is held stays bounded
                 kept, step = kept[::2], 2 * step
+            begun = kept[0][0]
+            due = begun + step * (math.floor((time - begun) / step + 1e-6) + 1)
     if len(kept) > most:
         kept = [kept[i] for i in np.linspace(0, len(kept) - 1, most).round().astype(int)]
     return kept
