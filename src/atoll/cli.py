@@ -40,7 +40,7 @@ def sample(
     seed: int = 0,
     chat: bool = False,
     thinking: bool = True,
-    image: tuple[str, ...] = (),
+    image: tuple[str, ...] | None = None,
 ) -> None:
     """Continue a text with a trained model, or answer a message.
 
@@ -62,7 +62,7 @@ def sample(
     from atoll.infer.sample import continue_text, read_pictures, reply
 
     model, tokenizer = load(folder), load_tokenizer(folder)
-    shown = read_pictures(image, model.config)
+    shown = read_pictures(image or (), model.config)
     if chat:
         seen = [{"type": "image", "width": p.size[0], "height": p.size[1]} for p in shown]
         content = [*seen, {"type": "text", "text": prompt}] if seen else prompt

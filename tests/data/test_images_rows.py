@@ -76,7 +76,7 @@ def test_every_placeholder_has_its_feature_and_none_is_a_target(kind, request):
 
 
 def test_an_epoch_holds_every_document_once(album):
-    config, corpus = album
+    _, corpus = album
     rows = open_sampler(corpus.train, 128, 0)
     count = int(rows.epoch_rows)
     for epoch in range(2):

@@ -100,7 +100,7 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path, record, says):
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     (folder / "away").symlink_to(tmp_path)
     good = [{"text": f"<image> number {i}", "images": ["a.png"]} for i in range(3)]
-    config, corpus = corpus_of(tmp_path, write_lines(folder / "data.jsonl", *good[:2], record, good[2]))
+    _, corpus = corpus_of(tmp_path, write_lines(folder / "data.jsonl", *good[:2], record, good[2]))
     assert len(corpus.train) + len(corpus.heldout) == 3
     left_out = [line for line in corpus.notes if line.startswith("left out")]
     assert len(left_out) == 1
@@ -248,6 +248,6 @@ def test_fonts_of_the_users_own(tmp_path):
         batch = make_batch(open_sampler(open_corpus(config.data, config.model).train, 64, 0), 0, 1)
         seen.append(batch.pixel_values.sum())
     assert seen[0] != seen[1]
+    config = config_for(tmp_path, data__fonts="x.ttf")
     with pytest.raises(UserError, match=r"data.fonts: 'x.ttf' cannot be read as a font"):
-        config = config_for(tmp_path, data__fonts="x.ttf")
         open_corpus(config.data, config.model)

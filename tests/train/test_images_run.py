@@ -276,8 +276,7 @@ def test_letters_are_counted_by_edits():
     assert accuracy([]) == {}
     empty = np.zeros(0, np.int64)
     word, digit = (Sample(empty, empty, (), kind) for kind in ("word", "digit"))
-    said = [("the word abcd", "the word abxd"), ("the word " + 40 * "z", "the word abcd"), ("abcd", "the word abcd"), ("", "the word abcd")]
-    found = accuracy(
-        [*(Answer(word, *pair) for pair in said), Answer(digit, "the digit 7", "the digit 7"), Answer(digit, "7", "the digit 7")]
-    )
+    truth = "the word abcd"
+    said = [Answer(word, answer, truth) for answer in ("the word abxd", "the word " + 40 * "z", "abcd", "")]
+    found = accuracy([*said, *(Answer(digit, answer, "the digit 7") for answer in ("the digit 7", "7"))])
     assert found == {"digit_accuracy": 0.5, "digits": 2, "character_accuracy": 1 - (1 + 4 + 0 + 4) / 16, "characters": 16}

@@ -143,10 +143,8 @@ def accuracy(said: Sequence[Answer]) -> dict[str, float]:
         found |= {"digit_accuracy": sum(digits) / len(digits), "digits": len(digits)}
     if words:
         letters = sum(len(truth) for _, truth in words)
-        found |= {
-            "character_accuracy": 1 - sum(min(len(truth), edits(said, truth)) for said, truth in words) / letters,
-            "characters": letters,
-        }
+        wrong = sum(min(len(truth), edits(said, truth)) for said, truth in words)
+        found |= {"character_accuracy": 1 - wrong / letters, "characters": letters}
     return found
 
 
