@@ -19,6 +19,7 @@ from atoll.config import Config, UserError
 from atoll.data import open_corpus
 from atoll.data.images.balance import step_rows
 from atoll.data.images.samples import Sample
+from atoll.data.loader import Batch, batch_of
 from atoll.data.packing import open_sampler
 from atoll.evals.pictures import Answer, accuracy, answers, choose, edits
 from atoll.hub.load import load_tokenizer
@@ -132,6 +133,40 @@ def test_two_processes_see_what_one_does_and_step_as_one_does(tmp_path, album):
     for rank in found:
         assert rank[1] == whole.targets
         assert rank[0] == pytest.approx(whole.read()[:2], rel=1e-9)
+
+
+def lonely_step(folder: str, source: str) -> tuple:
+    """A step in which the first process has all the pictures."""
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = config_for(Path(folder), data__source=source, train__dtype="float64", parallel__data_shard=size)
+    ranks, (told, bare) = Ranks(rank, size), lonely_batches(config)
+    model, optimizer = setup.build(config, ranks=ranks)
+    result = train_step(model, optimizer, Guard(None), [bare if rank else told, told if rank == 0 else bare], 0.5, ranks)
+    return *result.read()[:2], float(sum(t.double().abs().sum() for t in map(whole, optimizer.weights().values())))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def lonely_batches(config: Config):
+    """A batch with pictures, and one of text alone."""
+    rows = open_sampler(open_corpus(config.data, config.model).train, 64, 0)
+    told = batch_of(rows, [0])
+    ids = torch.arange(100, 164)[None]
+    return told, Batch(ids, ids.clone(), torch.tensor([0, 64]), 64)
+
+
+def test_a_process_without_pictures_keeps_step_with_those_that_have_some(tmp_path, album):
+    config = album_config(tmp_path, album, train__dtype="float64")
+    told, bare = lonely_batches(config)
+    model, optimizer = setup.build(config)
+    alone = train_step(model, optimizer, Guard(None), [told, told, bare, bare], 0.5)
+    weights = float(sum(t.double().abs().sum() for t in optimizer.weights().values()))
+    for rank in on_ranks(2, lonely_step, str(tmp_path), str(album), timeout=120):
+        assert rank == pytest.approx((*alone.read()[:2], weights), rel=1e-9)
 
 
 # ---------------------------------------------------------------- a run

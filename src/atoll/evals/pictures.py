@@ -130,6 +130,11 @@ def choose(samples: Sequence[Sample], each: int | None) -> list[Sample]:
     return [s for kind in sorted(found) for s in found[kind][:each]]
 
 
+def all_over_few(samples: Sequence[Sample]) -> float:
+    """How many times as many pictures are asked about at the end as while training."""
+    return len(choose(samples, ALL)) / max(1, len(choose(samples, FEW)))
+
+
 def accuracy(said: Sequence[Answer]) -> dict[str, float]:
     """{"digit_accuracy", "digits", "character_accuracy", "characters"} of answers about rendered pictures.
 

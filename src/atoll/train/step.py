@@ -64,6 +64,7 @@ def accumulate(
     counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
     tokens = [int((ids != model.config.pad_token_id).sum()) for ids, _, _, _ in pieces]  # pyright: ignore
     whole = Weights(*ranks.totals([sum(counts), sum(tokens)]))
+    idle = _idle(model, batches, ranks)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for i, ((*tensors, options), count) in enumerate(zip(pieces, counts, strict=True)):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
@@ -76,7 +77,7 @@ def accumulate(
             out = model(ids, labels=labels, cu_seqlens=bounds, **options, **forced)
             share = out.loss * (count / max(1, whole.targets))
             extra = 0.0 if out.balance_loss is None else out.balance_loss * (tokens[i] / max(1, whole.tokens))
-            (share + extra).backward()
+            (share + extra + (_nothing(model) if idle[i] else 0.0)).backward()
         loss += share.detach()
     ranks.sum_(loss)
     return loss, whole.targets
@@ -92,6 +93,21 @@ def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str
     targets = next_tokens(batch.labels, batch.cu_seqlens)
     at = slice(share.start, share.stop)
     return batch.input_ids[:, at], targets[:, at], torch.tensor(share.bounds), {"shifted": True}
+
+
+def _idle(model: nn.Module, batches: Sequence[Batch], ranks: Ranks) -> list[bool]:
+    """Of each micro-batch, whether only other processes have pictures in it."""
+    shown = [b.pixel_values is not None for b in batches]
+    if ranks.size == 1 or getattr(model, "vision_tower", None) is None:
+        return [False] * len(shown)
+    anywhere = ranks.totals([int(s) for s in shown])
+    return [bool(total) and not mine for total, mine in zip(anywhere, shown, strict=True)]
+
+
+def _nothing(model: Any) -> Tensor:
+    """Zero, with a gradient of zeros for the tower: all processes reduce the gradients of the same weights."""
+    parts = (model.vision_tower, model.mm_projector)
+    return sum((p.sum() * 0 for part in parts for p in part.parameters()), torch.zeros((), device=model.device))
 
 
 def _pictures(batch: Batch, cut: Any) -> dict[str, Tensor]:
