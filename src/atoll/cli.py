@@ -43,6 +43,7 @@ def sample(
     chat: bool = False,
     thinking: bool = True,
     json: bool = False,
+    image: tuple[str, ...] | None = None,
 ) -> None:
     """Continue a text with a trained model, or answer a message; several at once where several are given.
 
@@ -57,14 +58,17 @@ def sample(
         chat: the prompt is a user's message; print the assistant's
         thinking: with --chat, let the assistant think first
         json: print one JSON object, with token ids and log-probabilities
+        image: image files that the model sees before the prompt, or where it says <image>
     """
     folder = arguments.model_folder(run)
     from atoll import load
     from atoll.hub.load import load_tokenizer
-    from atoll.infer.sample import continue_text, reply
+    from atoll.infer.sample import continue_text, read_pictures, reply
 
     model, tokenizer = load(folder), load_tokenizer(folder)
     if json or len(prompt) > 1:
+        if image:
+            raise UserError("image: goes with one prompt and without --json; leave it out, or ask for one at a time")
         from atoll.infer import several
         from atoll.infer.request import Sampling
 
@@ -73,12 +77,15 @@ def sample(
         arguments.show({"answers": answers}, json, several.show)
         return
     text = "".join(prompt)
+    shown = read_pictures(image or (), model.config)
     if chat:
-        question, show = [{"role": "user", "content": text}], arguments.event_writer()
-        answer = reply(model, tokenizer, question, None, thinking, tokens, temperature, top_p, top_k, seed, show)
+        seen = [{"type": "image", "width": p.size[0], "height": p.size[1]} for p in shown]
+        content = [*seen, {"type": "text", "text": text}] if seen else text
+        question, show = [{"role": "user", "content": content}], arguments.event_writer()
+        answer = reply(model, tokenizer, question, None, thinking, tokens, temperature, top_p, top_k, seed, show, shown)
         sys.stdout.write("" if answer.finished else f"(cut off after {tokens} tokens)\n")
         return
-    continue_text(model, tokenizer, text, tokens, temperature, top_p, top_k, seed, arguments.write, echo=True)
+    continue_text(model, tokenizer, text, tokens, temperature, top_p, top_k, seed, arguments.write, True, shown)
     sys.stdout.write("\n")
 
 

@@ -140,12 +140,15 @@ class BalanceConfig:
 class DataConfig:
     """Where the text comes from and how it becomes samples."""
 
-    kind: Literal["text", "chat", "synthetic"] = "text"  # "chat": .jsonl conversations, their assistants learnt; "synthetic": tasks
-    source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet
+    kind: Literal["text", "chat", "synthetic", "images"] = "text"  # chat: .jsonl conversations; synthetic: tasks; images: docs/vision.md
+    source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet; of images: "rendered", folder, .jsonl, .tar
     text_field: str = "text"  # field of a JSONL or parquet record that holds the text
     suffixes: tuple[str, ...] = ()  # file endings read from a folder; empty takes every text file
     tasks: tuple[str, ...] = ()  # of synthetic: generated tasks, drawn alike often; their answers alone are learnt (docs/evaluations.md)
     text_share: float = 0.0  # of synthetic: share of the rows that are text of the source
+    fonts: tuple[str, ...] = ()  # of rendered images: font files (.ttf, .otf) that words are drawn in; empty takes DejaVu Sans Mono
+    image_patches: int = 65536  # of images: most patches of one; a larger one is scaled down
+    image_cut: Literal["move", "refuse"] = "move"  # of images: one that a row's end would cut begins the next, or ends the run's start
     thinking: bool = True  # of chat: assistants have a think channel, also an empty one; a conversation may say otherwise
     heldout: float = 0.02  # share of the documents kept for validation, by a hash of path or text
     max_bytes: int | None = None  # stop reading the training split after this many bytes
@@ -637,6 +640,8 @@ def _validate_train(config: Config) -> None:
         _refuse("data.tasks", list(d.tasks), 'tasks and data.kind = "synthetic" go together: name some, as mqar,copy, or leave both out')
     if not 0 <= d.text_share < 1 or (d.text_share and d.kind != "synthetic"):
         _refuse("data.text_share", d.text_share, 'a share from 0 up to 1 is expected, with data.kind = "synthetic"')
+    if d.kind == "images":
+        _validate_images(config)
     if not 0 < d.heldout < 1:
         _refuse("data.heldout", d.heldout, "a share between 0 and 1 is expected")
     if not 0 <= o.warmup < 1:
@@ -646,3 +651,22 @@ def _validate_train(config: Config) -> None:
         if size is not None and stage.batch % size and stage.batch > size:
             name = "train.micro_batch" if stage.micro_batch is None else f"stages.{i}.micro_batch"
             _refuse(name, size, f"must divide stages.{i}.batch = {stage.batch}")
+
+
+def _validate_images(config: Config) -> None:
+    d, p = config.data, config.parallel
+    _positive(d, "data.", ["image_patches"])
+    if config.model.vision is None:
+        _refuse("data.kind", d.kind, "this model has no vision tower; set model.vision, or start from tiny-vl")
+    if d.source == "stdlib":
+        _refuse("data.source", d.source, 'with data.kind = "images" a folder, a .jsonl or .tar file of pictures, or "rendered" is expected')
+    if d.fonts and d.source != "rendered":
+        _refuse("data.fonts", list(d.fonts), 'words are drawn with data.source = "rendered"; leave it out')
+    for i, stage in enumerate(config.stages):
+        if stage.segment is not None:
+            _refuse(f"stages.{i}.segment", stage.segment, "rows with images are computed whole; leave it out")
+    for axis in ("context", "pipeline"):
+        if getattr(p, axis) > 1:
+            _refuse(
+                f"parallel.{axis}", getattr(p, axis), "rows with images are not cut; spread the run by data_replicate, data_shard, expert"
+            )

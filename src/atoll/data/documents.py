@@ -25,7 +25,7 @@ class TokenSet:
     tokens [N] uint16 or uint32; offsets int64 [D+1]; doc_bytes int64 [D] (UTF-8 bytes of each text); names of the D documents;
     token_bytes int64 [V]: bytes of text behind each id, 0 for specials. Of conversations also trained bool [N]: the tokens that are
     targets, whose bytes alone doc_bytes counts; and end_of_msg, the id that ends each message. `tasks` says what rows of generated tasks
-    are made of (`data.synthetic`).
+    are made of (`data.synthetic`), `pictures` what stands where media placeholders do (`data.images.corpus.Gallery`).
     """
 
     tokens: np.ndarray
@@ -39,6 +39,7 @@ class TokenSet:
     trained: np.ndarray | None = None
     end_of_msg: int | None = None
     tasks: Any = None
+    pictures: Any = None
 
     def __len__(self) -> int:
         return len(self.names)

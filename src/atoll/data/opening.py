@@ -5,6 +5,7 @@ from __future__ import annotations
 from atoll.config import DataConfig, ModelConfig
 from atoll.data.conversations import open_chat
 from atoll.data.corpus import Corpus, Progress, open_text
+from atoll.data.images.corpus import open_images
 from atoll.data.synthetic import open_synthetic
 
 
@@ -16,4 +17,6 @@ def open_corpus(config: DataConfig, model: ModelConfig, progress: Progress | Non
     say = progress or (lambda line: None)
     if config.kind == "synthetic":
         return open_synthetic(config, model, say)
+    if config.kind == "images":
+        return open_images(config, model, say)
     return open_chat(config, model, say) if config.kind == "chat" else open_text(config, model, say)

@@ -23,7 +23,7 @@ def run_corpus(run: Path) -> tuple[Any, Any]:
 
 
 def evaluate(run: Path) -> dict[str, Any]:
-    """Bits per byte of `run`'s model over its whole held-out split, and of gzip -9 and xz -9e, ready for JSON.
+    """Bits per byte of `run`'s model over its whole held-out split, and of gzip -9 and xz -9e, ready for JSON. Of pictures, what was read.
 
     The split and the tokenizer are the run's own. "by_position" holds the buckets of `position.by_position` on part of the split.
     Raises `UserError` when the run has no exported model or its text is gone.
@@ -35,6 +35,10 @@ def evaluate(run: Path) -> dict[str, Any]:
     model = load(run)
     config, corpus = run_corpus(run)
     length = config.stages[-1].length
+    if corpus.heldout.pictures is not None:
+        from atoll.evals import pictures
+
+        return {"kind": config.data.kind, **pictures.measure(model, corpus, length)[0]}
     measured = bits_per_byte(model, corpus.heldout, length)
     kind = "text" if corpus.heldout.trained is None else config.data.kind
     about = {"kind": kind, "files": len(corpus.heldout_files), "length": length, "has_tests": corpus.has_tests}
@@ -44,6 +48,10 @@ def evaluate(run: Path) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """The result as aligned text."""
+    if result["kind"] == "images":
+        from atoll.evals import pictures
+
+        return pictures.described(result)
     from atoll.evals import position
 
     rows = [("model", "bits_per_byte"), ("gzip -9", "gzip"), ("xz -9e", "xz")]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.data.loader import IGNORED, Batch, Rows, make_batch
+from atoll.config import UserError
+from atoll.data.loader import IGNORED, Batch, Rows, batch_of
 from atoll.optim import ModelOptimizer
 from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train.guard import Guard
@@ -35,8 +36,13 @@ class StepResult:
 
 def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> list[Batch]:
     """The `count` sequences from global index `first` on, `size` a batch (None: all in one)."""
-    size = min(size or count, count)
-    return [make_batch(sampler, first + i, min(size, count - i)) for i in range(0, count, size)]
+    return row_batches(sampler, range(first, first + count), size)
+
+
+def row_batches(sampler: Rows, rows: Sequence[int], size: int | None) -> list[Batch]:
+    """The sequences of these global indices, `size` a batch (None: all in one)."""
+    size = min(size or len(rows), len(rows))
+    return [batch_of(sampler, rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Piece:
     within: Callable[[], contextlib.AbstractContextManager[Any]]
     share: float
     balance_share: float
+    idle: bool  # others alone have pictures in it
 
 
 def accumulate(
@@ -69,13 +76,14 @@ def accumulate(
     batches.
     """
     device = next(model.parameters()).device
-    pieces, whole = _pieces(batches, device, ranks, context, pipeline, model.config.pad_token_id)  # pyright: ignore
+    pieces, whole = _pieces(model, batches, ranks, context, pipeline, segments)
     loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def objectives(out: Any, piece: Piece) -> list[Tensor]:
         shares = [] if out.loss is None else [out.loss * piece.share]
         for share in shares:
             loss.add_(share.detach())
+        shares += [_nothing(model)] if piece.idle else []
         return shares if out.balance_loss is None else [*shares, out.balance_loss * piece.balance_share]
 
     if pipeline is not None:
@@ -94,20 +102,22 @@ def accumulate(
 
 
 def _pieces(
-    batches: Sequence[Batch], device: torch.device, ranks: Ranks, context: Any, pipeline: Any, pad: int
+    model: Any, batches: Sequence[Batch], ranks: Ranks, context: Any, pipeline: Any, segments: Segments | None
 ) -> tuple[list[Piece], Weights]:
     """The pieces of a step, and what the losses of all `ranks` are divided by."""
     pieces = [_piece(b, context) for b in batches]
     counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
-    tokens = [int((ids != pad).sum()) for ids, _, _, _ in pieces]
+    tokens = [int((ids != model.config.pad_token_id).sum()) for ids, _, _, _ in pieces]
     once = pipeline is None or pipeline.first  # every stage reads the batches, one counts them
     whole = Weights(*ranks.totals([sum(counts) * once, sum(tokens) * once]))
-    made = []
+    idle = iter(_idle(model, batches, ranks))
+    made, device = [], next(model.parameters()).device
     for batch, (*tensors, options), count, number in zip(batches, pieces, counts, tokens, strict=True):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
         within = contextlib.nullcontext if context is None else functools.partial(context.taking, batch.cu_seqlens.tolist())
-        call = {"labels": labels, "cu_seqlens": bounds, **options}
-        made.append(Piece(ids, call, within, count / max(1, whole.targets), number / max(1, whole.tokens)))
+        shown = {k: t.to(device, non_blocking=True) for k, t in _pictures(batch, context or pipeline or segments).items()}
+        call = {"labels": labels, "cu_seqlens": bounds, **options, **shown}
+        made.append(Piece(ids, call, within, count / max(1, whole.targets), number / max(1, whole.tokens), next(idle)))
     return made, whole
 
 
@@ -121,6 +131,30 @@ def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str
     targets = next_tokens(batch.labels, batch.cu_seqlens)
     at = slice(share.start, share.stop)
     return batch.input_ids[:, at], targets[:, at], torch.tensor(share.bounds), {"shifted": True}
+
+
+def _idle(model: nn.Module, batches: Sequence[Batch], ranks: Ranks) -> list[bool]:
+    """Of each micro-batch, whether only other processes have pictures in it."""
+    shown = [b.pixel_values is not None for b in batches]
+    if ranks.size == 1 or getattr(model, "vision_tower", None) is None:
+        return [False] * len(shown)
+    anywhere = ranks.totals([int(s) for s in shown])
+    return [bool(total) and not mine for total, mine in zip(anywhere, shown, strict=True)]
+
+
+def _nothing(model: Any) -> Tensor:
+    """Zero, with a gradient of zeros for the tower: all processes reduce the gradients of the same weights."""
+    parts = (model.vision_tower, model.mm_projector)
+    return sum((p.sum() * 0 for part in parts for p in part.parameters()), torch.zeros((), device=model.device))
+
+
+def _pictures(batch: Batch, cut: Any) -> dict[str, Tensor]:
+    """The model's arguments of a batch with pictures. Raises `UserError` where its rows are `cut`."""
+    if batch.pixel_values is None or batch.grid_thws is None:
+        return {}
+    if cut is not None:
+        raise UserError("stages: segment, or parallel: context, with images: rows with images are computed whole; leave it out")
+    return {"pixel_values": batch.pixel_values, "grid_thws": batch.grid_thws}
 
 
 def train_step(

@@ -12,6 +12,7 @@ import torch
 from atoll import parallel
 from atoll.config import Config, UserError
 from atoll.data import Corpus, open_corpus
+from atoll.data.images.balance import step_rows
 from atoll.data.packing import ConversationSampler, open_sampler
 from atoll.optim.schedule import factor
 from atoll.parallel.ranks import ALONE, Ranks
@@ -24,7 +25,7 @@ from atoll.train.host import peak_memory
 from atoll.train.screen import Screen
 from atoll.train.signals import StopSignals
 from atoll.train.stages import Stage, plan, stage_at
-from atoll.train.step import StepResult, micro_batches, train_step
+from atoll.train.step import StepResult, row_batches, train_step
 
 GIVE_UP = 50  # skipped steps in a row after which a run is beyond help
 
@@ -155,10 +156,10 @@ class Trainer:
     def train_step(self, stage: Stage) -> StepResult:
         """The optimizer step after `step`, on the samples that its number gives."""
         o, (place, places) = self.config.optim, parallel.place(self.config.parallel, self.ranks.rank)
-        share = stage.batch // places
-        first = stage.first_sample(self.step) + place * share
+        sampler = self.samplers[stage.index]
+        rows = step_rows(sampler, stage.first_sample(self.step), stage.batch, place, places)
         micro = self.config.train.micro_batch if stage.micro_batch is None else stage.micro_batch
-        batches = micro_batches(self.samplers[stage.index], first, share, micro)
+        batches = row_batches(sampler, rows, micro)
         self.model.gradient_checkpointing = self.config.train.gradient_checkpointing if stage.recompute is None else stage.recompute
         rate = self.learning_rate(self.step, o.warmup, o.min_lr)
         return train_step(self.model, self.optimizer, self.guard, batches, rate, self.ranks, stage.segments)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
 
 TOKENS = 48
+PICTURES = 3  # of a kind
 
 
 class Samples(Callback):
@@ -32,6 +33,8 @@ def sample(trainer: Trainer) -> str:
     """The prompt and its continuation."""
     from atoll.infer.generate import generate
 
+    if trainer.corpus.heldout.pictures is not None:
+        return captions(trainer)
     c, tokenizer, m = trainer.config.train, trainer.corpus.tokenizer, trainer.config.model
     prompt = _prompt(trainer)
     stops = (m.eos_token_id, *(tokenizer.special[n] for n in ("<|end_of_msg|>",) if n in tokenizer.special))
@@ -42,6 +45,15 @@ def sample(trainer: Trainer) -> str:
     out = generate(trainer.model, ids, TOKENS, temperature=0.7, top_p=0.95, seed=seed, stop_ids=stops if alone else ())[0].tolist()
     end = next((i for i in range(len(prompt), len(out)) if out[i] in stops), len(out))
     return tokenizer.decode([i for i in out[: end + 1] if i not in (m.bos_token_id, m.eos_token_id, m.pad_token_id)])
+
+
+def captions(trainer: Trainer) -> str:
+    """What the model says of a few held-out pictures, and what they show: always the same ones."""
+    from atoll.evals.pictures import answers, choose
+
+    asked = choose(trainer.corpus.heldout.pictures.samples, PICTURES)
+    said = answers(trainer.model, asked, trainer.corpus.tokenizer, trainer.ranks.size == 1)
+    return "\n".join(f"{a.said or '(nothing)'}  ({'right' if a.said == a.truth else 'it is ' + a.truth})" for a in said)
 
 
 def _prompt(trainer: Trainer) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from atoll.evals.pictures import described
 from atoll.train.callbacks.base import Callback, record
 from atoll.train.finish import heldout
 
@@ -20,6 +21,9 @@ class Validation(Callback):
     def act(self, trainer: Trainer) -> None:
         measured = heldout(trainer, trainer.config.train.validate_tokens)
         record(trainer, {"kind": "validation", "step": trainer.step, **measured})
+        if trainer.corpus.heldout.pictures is not None:
+            trainer.screen.say(f"step {trainer.step:,}: {described(measured)}")
+            return
         kinds = {"chat": "replies", "synthetic": "answers"}
         kind = "text" if trainer.corpus.heldout.trained is None else kinds[trainer.config.data.kind]
         what = kind if kind == "text" else f"{kind}, {measured['nats_per_token']:.4f} nats a token"
