@@ -1,4 +1,4 @@
-"""Packages fetched and unpacked without running anything in them: only plain files that a recipe asks for, never out of the folder, no links."""
+"""Packages fetched and unpacked without running anything in them: plain files that a recipe names, never out of the folder, no links."""
 
 from __future__ import annotations
 

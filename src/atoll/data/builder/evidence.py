@@ -68,12 +68,11 @@ def compose(texts: list[str], chars: int, *key: int) -> Evidence:
 def _parts(draw: Draw, texts: list[str], chars: int) -> list[_Part]:
     """Excerpts of so many texts as fill `chars`, each cut at line ends into parts."""
     found: list[_Part] = []
-    room, document = chars, 0
-    for i in draw.order(len(texts)):
+    room = chars
+    for document, i in enumerate(draw.order(len(texts)), 1):
         most = max(PART, min(room, MOST, chars // 2))  # two documents at least
         excerpt = _excerpt(draw, texts[i], most)
         cut = _cut(excerpt)
-        document += 1
         found += [_Part(document, n + 1, len(cut), part) for n, part in enumerate(cut)]
         room -= len(excerpt)
         if room < PART:
