@@ -128,6 +128,42 @@ def plan(name: Annotated[Positional[str], arg(metavar="NAME")], json: bool = Fal
     arguments.show(summary.report(arguments.model_settings(name)), json, summary.render)
 
 
+def audit(
+    name: Annotated[Positional[str], arg(metavar="NAME")],
+    tile: int | None = None,
+    bound: float | Literal["none"] | None = None,
+    anchor: Literal["centred", "first", "middle"] | None = None,
+    operands: Literal["float16", "bfloat16", "tf32", "float32"] | None = None,
+    gate: Literal["float16", "bfloat16", "float32"] | None = None,
+    state: Literal["float16", "bfloat16", "float32"] | None = None,
+    text: str | None = None,
+    tokens: int = 2048,
+    json: bool = False,
+) -> int:
+    """Prove, and measure on a text, that a decay is safe in dense tiles; exit code 1 where it is not.
+
+    Args:
+        name: a preset (proof alone), a run's folder, or a folder in the hub's layout; or "none" to judge the settings below by themselves
+        tile: tokens of a dense diagonal tile; none takes 16
+        bound: least log-decay a token, below 0; "none" is an unbounded gate; left out, the model's own
+        anchor: centred (first row, shifted by half the range), first (first row), middle (a row in the middle)
+        operands: number format of the matmuls' operands
+        gate: number format of log-decays, their sums and decays
+        state: number format of the recurrent state
+        text: a file to run the model on; left out, the run's held-out text, or random tokens
+        tokens: most tokens of it
+        json: print one JSON object
+    """
+    from atoll.plan import audited
+
+    given = {"tile": tile, "bound": bound, "anchor": anchor, "operands": operands, "gate": gate, "state": state}
+    found = audited.audit(name, given, text, tokens)
+    from atoll.plan.audit import render
+
+    arguments.show(found, json, render)
+    return 0 if found["ok"] else 1
+
+
 def export(
     run: Run,
     folder: Annotated[Positional[str], arg(metavar="FOLDER")],
@@ -209,6 +245,7 @@ VERBS = {
     "compare": compare,
     "report": report,
     "plan": plan,
+    "audit": audit,
     "export": export,
     "import": import_,
     "selftest": selftest,

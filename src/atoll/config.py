@@ -178,7 +178,13 @@ class StageConfig:
     name: str = "1k"  # shown in every metric and plot
     length: int = 1024  # tokens in one sequence
     share: float = 1.0  # share of the run's steps
+    tokens: int | None = None  # in place of a share, in every stage or in none: tokens to train on, which then settle the run's steps
     batch: int = 8  # sequences in one optimizer step
+    lr: float = 1.0  # factor on the learning-rate schedule
+    micro_batch: int | None = None  # sequences in one forward pass; "none" takes train.micro_batch
+    recompute: bool | None = None  # recompute each layer in the backward pass; "none" takes train.gradient_checkpointing
+    segment: int | None = None  # tokens of a sequence computed at once, the state carried on; "none" computes sequences whole
+    offload: bool = False  # what waits between a segment's forward and backward pass waits in host memory
 
 
 @dataclass(frozen=True)
@@ -594,12 +600,20 @@ def _validate_stages(stages: tuple[StageConfig, ...]) -> None:
     if not stages:
         _refuse("stages", [], "at least one stage is expected")
     for i, stage in enumerate(stages):
-        _positive(stage, f"stages.{i}.", ("length", "share", "batch"))
+        _positive(stage, f"stages.{i}.", ("length", "share", "tokens", "batch", "lr", "micro_batch", "segment"))
+        if stage.offload and stage.segment is None:
+            _refuse(f"stages.{i}.offload", True, "nothing waits where sequences are computed whole; give a segment")
         if i and stage.length <= stages[i - 1].length:
             _refuse(f"stages.{i}.length", stage.length, f"must grow: the stage before has {stages[i - 1].length}")
     names = [s.name for s in stages]
     if len(set(names)) != len(names):
         _refuse("stages.name", names, "each stage needs a name of its own")
+    counted = [s.tokens is not None for s in stages]
+    if any(counted):
+        if not all(counted):
+            at = counted.index(False)
+            _refuse(f"stages.{at}.tokens", None, "the other stages count tokens; give it in every stage or in none")
+        return
     total = sum(s.share for s in stages)
     if abs(total - 1) > 1e-6:
         _refuse("stages.share", [s.share for s in stages], f"shares must add up to 1, not {total:g}")
@@ -613,7 +627,7 @@ def _validate_train(config: Config) -> None:
         ["steps", "epochs", "minutes", "micro_batch", "threads", "validate_every", "validate_tokens", "sample_every", "save_every", "keep"],
     )
     _positive(o, "optim.", ["lr", "adam_lr", "router_lr", "eps", "grad_clip", "qk_clip"])
-    if t.steps is None and t.epochs is None and t.minutes is None:
+    if t.steps is None and t.epochs is None and t.minutes is None and config.stages[0].tokens is None:
         _refuse("train.steps", None, "set train.steps, train.epochs or train.minutes")
     if d.kind == "chat" and d.source == "stdlib":
         _refuse("data.source", d.source, 'with data.kind = "chat" a .jsonl file of conversations, or a folder of them, is expected')
@@ -621,7 +635,8 @@ def _validate_train(config: Config) -> None:
         _refuse("data.heldout", d.heldout, "a share between 0 and 1 is expected")
     if not 0 <= o.warmup < 1:
         _refuse("optim.warmup", o.warmup, "a share from 0 up to 1 is expected")
-    if t.micro_batch is not None:
-        for i, stage in enumerate(config.stages):
-            if stage.batch % t.micro_batch and stage.batch > t.micro_batch:
-                _refuse("train.micro_batch", t.micro_batch, f"must divide stages.{i}.batch = {stage.batch}")
+    for i, stage in enumerate(config.stages):
+        size = t.micro_batch if stage.micro_batch is None else stage.micro_batch
+        if size is not None and stage.batch % size and stage.batch > size:
+            name = "train.micro_batch" if stage.micro_batch is None else f"stages.{i}.micro_batch"
+            _refuse(name, size, f"must divide stages.{i}.batch = {stage.batch}")

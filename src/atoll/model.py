@@ -16,6 +16,7 @@ from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, val
 from atoll.nn.balancer import Balancer, Reduce
 from atoll.nn.block_residual import DepthProbe, Stream
 from atoll.nn.cache import Cache, empty_cache
+from atoll.nn.carry import SegmentCache
 from atoll.nn.decoder import LanguageModel
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
@@ -139,7 +140,7 @@ class Model(nn.Module):
             grid_thws: integers [images,3]: frames, rows and columns of each, in patches. `input_ids` hold one placeholder a feature,
                 or one an image: then the row grows in place, and logits, routing, cache and documents with it.
                 With images a padding token embeds to zero, as in the hub's own merge.
-            cache: from `new_cache`; moved on in place.
+            cache: from `new_cache`; moved on in place. A `SegmentCache`: this is a segment of a longer row, with gradients.
             logits: whether to return logits; by default when there are no labels.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
             shifted: `labels` are targets already: each stands where it is predicted, as for a part of a longer row.
@@ -182,7 +183,7 @@ class Model(nn.Module):
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}: {tuple(input_ids.shape)} is expected, as input_ids")
         if cu_seqlens is not None:
-            if cache is not None:
+            if cache is not None and not isinstance(cache, SegmentCache):
                 raise ValueError("cu_seqlens and cache: a cache serves whole rows; give one of the two")
             check_segments(cu_seqlens, input_ids.shape)
         if cache is not None and cache.batch != input_ids.shape[0]:

@@ -64,6 +64,7 @@ def step_line(i, steps, stage, first_stage, drift, rng):
         "bits_per_byte": loss / 1.92,
         "tokens": stage.length * stage.batch,
         "tokens_per_second": speed,
+        "peak_memory": (1.1 if first_stage else 1.6) * 2**30,
         "lr": 4e-3 * warm * 0.5 * (1 + np.cos(np.pi * t)),
         "grad_norm": (np.exp(rng.normal(-0.7, 0.2)) + 6 * np.exp(-i / 12)) * (14 if skipped else 1),
         "max_vio": (0.33 + 11 * 0.25**i) * np.exp(rng.normal(0, 0.12)),

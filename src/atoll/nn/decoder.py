@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from atoll.config import BalanceConfig, ModelConfig
 from atoll.nn.block_residual import DepthProbe, Reader, Schedule, Stream, read
 from atoll.nn.cache import Cache, DeltaState, LatentState
+from atoll.nn.carry import DeltaCarry, LatentCarry, SegmentCache
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_attention import LatentAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
@@ -95,7 +96,7 @@ class DecoderLayer(nn.Module):
         stream: Stream,
         *,
         cu_seqlens: Tensor | None = None,
-        cache: DeltaState | LatentState | None = None,
+        cache: DeltaState | LatentState | DeltaCarry | LatentCarry | None = None,
         mask: Tensor | None = None,
         routing: Routing | None = None,
         probe: DepthProbe | None = None,
@@ -192,7 +193,8 @@ class Decoder(nn.Module):
         return readers if end is not None or stop < len(self.layers) else [*readers, self.output_reader()]
 
     def _recompute(self, cache: Cache | None) -> bool:
-        return self.gradient_checkpointing and self.training and cache is None and torch.is_grad_enabled()
+        again = cache is None or isinstance(cache, SegmentCache)  # a state that was moved on in place could not be entered twice
+        return self.gradient_checkpointing and self.training and again and torch.is_grad_enabled()
 
     def _recomputed(self, layer: Callable[..., Stream], stream: Stream, call: dict) -> Stream:
         """The layer with its activations dropped and computed again in the backward pass, experts as first chosen."""

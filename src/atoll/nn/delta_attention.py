@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.nn.cache import DeltaState, value_major
+from atoll.nn.carry import DeltaCarry
 from atoll.nn.linear import Linear, Weight
 from atoll.ops import kda
 from atoll.ops.conv import short_conv
@@ -80,7 +81,12 @@ class DeltaAttention(nn.Module):
             self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
             self.o_norm.weight.fill_(1.0)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | None = None) -> Tensor:
+        if isinstance(cache, DeltaCarry):
+            states = cache.enter(1 if cu_seqlens is None else cu_seqlens.numel() - 1)
+            out = self.forward(x, cu_seqlens=cu_seqlens, cache=states)
+            cache.leave(states)
+            return out
         if cache is not None and self._steps(x, cache):
             return self._step(x, cache)
         q, k, v = self._convolved(x, cu_seqlens, cache)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.nn.cache import LatentState
+from atoll.nn.carry import LatentCarry
 from atoll.nn.linear import Linear, RMSNorm
 from atoll.ops.attention import causal_attention, latent_attention_step
 from atoll.ops.situ import wide
@@ -70,9 +71,15 @@ class LatentAttention(nn.Module):
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | LatentCarry | None = None) -> Tensor:
         q = self._queries(x)
         rows = self._latent_rows(x)
+        if isinstance(cache, LatentCarry):
+            cache.rows = rows
+            before = 0 if cache.prefix is None else cache.prefix.shape[1]
+            rows = rows if cache.prefix is None else torch.cat([cache.prefix, rows], 1)
+            bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+            return self._output(x, self._attend_from(q, rows, before, bounds))
         offset = 0
         if cache is not None:
             offset = cache.length
@@ -84,10 +91,26 @@ class LatentAttention(nn.Module):
             if self.track_max_logit and self.training:
                 self._note_norms(q, k)
             out = causal_attention(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens, offset=offset)
+        return self._output(x, out)
+
+    def _output(self, x: Tensor, out: Tensor) -> Tensor:
         out = out.flatten(2)
         if self.g_proj is not None:
             out = out * torch.sigmoid(self.g_proj(x))
         return self.o_proj(out.to(x.dtype))
+
+    def _attend_from(self, q: Tensor, rows: Tensor, before: int, bounds: list[int]) -> Tensor:
+        """Queries [1,T,...] of a part of a row, whose documents lie at `bounds`, over the latents [1,before+T,...] of that part and of the
+        `before` tokens ahead of it that its first document has."""
+        k, v = self._expand(rows)
+        if self.track_max_logit and self.training:
+            self._note_norms(q, k)
+        n = bounds[1]
+        outs = [causal_attention(q[:, :n], k[:, : before + n], v[:, : before + n], scale=self.scale, offset=before)]
+        if n < q.shape[1]:
+            rest = torch.tensor([b - n for b in bounds[1:]], device=q.device)
+            outs.append(causal_attention(q[:, n:], k[:, before + n :], v[:, before + n :], scale=self.scale, cu_seqlens=rest))
+        return torch.cat(outs, 1)
 
     def _queries(self, x: Tensor) -> Tensor:
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))

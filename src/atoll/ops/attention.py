@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from atoll.ops.prefix_attention import prefix_attention
+
 # cuDNN first: it has the fastest backward of the fused kernels for unlike key and value widths.
 _CUDA = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -43,6 +45,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, cu_seqlen
     if q.shape[:1] + q.shape[2:] != k.shape[:1] + k.shape[2:] or k.shape[:3] != v.shape[:3] or k.shape[1] != offset + q.shape[1]:
         shapes = [list(u.shape) for u in (q, k, v)]
         raise ValueError(f"q [B, T, H, D], k [B, offset + T, H, D], v [B, offset + T, H, Dv] with offset = {offset} do not fit {shapes}")
+    if cu_seqlens is None and offset and q.shape[1] > 1 and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return prefix_attention(q, k, v, scale=scale)
     if cu_seqlens is None:
         return _attend(q, k, v, scale, offset)
     if q.shape[0] != 1 or offset:

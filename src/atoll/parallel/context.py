@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,26 +21,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.nn.cache import DeltaState
+from atoll.nn.carry import DeltaCarry, Share, share_of
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_attention import LatentAttention
 from atoll.ops import kda
-from atoll.ops.attention import causal_attention
 from atoll.ops.norm import gated_rms_norm
-
-
-@dataclass(frozen=True)
-class Share:
-    """This process's tokens `start` … `stop` - 1 of a row: local segment bounds, and tokens of the first one's document before `start`."""
-
-    start: int
-    stop: int
-    bounds: list[int]
-    before: int
-
-    @property
-    def first(self) -> int:
-        """Tokens of the first segment."""
-        return self.bounds[1]
 
 
 class Context:
@@ -54,9 +38,7 @@ class Context:
     def share_of(self, bounds: list[int]) -> Share:
         """This process's share of a row with segment `bounds`, whose tokens are a multiple of the processes."""
         each = bounds[-1] // self.size
-        start, stop = self.rank * each, (self.rank + 1) * each
-        inside = {b - start for b in bounds if start < b < stop}
-        return Share(start, stop, [0, *sorted(inside), each], start - max(b for b in bounds if b <= start))
+        return share_of(bounds, self.rank * each, (self.rank + 1) * each)
 
     @contextmanager
     def taking(self, bounds: list[int]) -> Iterator[None]:
@@ -93,7 +75,7 @@ class ContextDelta(DeltaAttention):
 
     context: Context
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | None = None) -> Tensor:
         share = self.context.share
         if share is None:
             return super().forward(x, cu_seqlens=cu_seqlens, cache=cache)
@@ -148,18 +130,7 @@ class ContextLatent(LatentAttention):
             return super().forward(x, **call)
         q = self._queries(x)
         rows = self.context.gather(self._latent_rows(x)[0]).flatten(0, 1)[None, share.start - share.before : share.stop]
-        k, v = self._expand(rows)
-        if self.track_max_logit and self.training:
-            self._note_norms(q, k)
-        n, seen = share.first, share.before + share.first
-        outs = [causal_attention(q[:, :n], k[:, :seen], v[:, :seen], scale=self.scale, offset=share.before)]
-        if n < x.shape[1]:
-            rest = torch.tensor([b - n for b in share.bounds[1:]], device=x.device)
-            outs.append(causal_attention(q[:, n:], k[:, seen:], v[:, seen:], scale=self.scale, cu_seqlens=rest))
-        out = torch.cat(outs, 1).flatten(2)
-        if self.g_proj is not None:
-            out = out * torch.sigmoid(self.g_proj(x))
-        return self.o_proj(out.to(x.dtype))
+        return self._output(x, self._attend_from(q, rows, share.before, share.bounds))
 
 
 def cut_context(model: Any, mesh: DeviceMesh) -> Context:

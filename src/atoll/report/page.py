@@ -17,6 +17,7 @@ from atoll.plan.summary import short
 from atoll.report.mechanisms import even
 from atoll.report.plots import HEALTH, LEARNING, MECHANISMS
 from atoll.report.run import Line, Run, number
+from atoll.report.stages import HEAD, stage_rows
 
 _SAMPLES = 6
 # Beside the missing script, a browser that keeps to this loads nothing and runs nothing.
@@ -36,6 +37,7 @@ def page(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
         _headline(run),
         "<h2>Learning</h2>",
         *(figure_of(p, pictures) for p in LEARNING),
+        _stages(run),
         _samples(run),
         "<h2>Mechanisms</h2>",
         *(figure_of(p, pictures) for p in MECHANISMS),
@@ -209,6 +211,10 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers_from: int 
         return "<tr>" + "".join(f"<{tag}{' class=n' if i >= numbers_from else ''}>{text(c)}</{tag}>" for i, c in enumerate(cells)) + "</tr>"
 
     return "<table>" + line(head, "th") + "\n" + "\n".join(line(row, "td") for row in rows) + "</table>"
+
+
+def _stages(run: Run) -> str:
+    return f"<h3>Stages</h3>\n{table(HEAD, stage_rows(run))}" if len(run.stages) > 1 else ""
 
 
 def _validations(run: Run) -> str:

@@ -19,7 +19,7 @@ from atoll.data.packing import open_sampler
 from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train import checkpoint, folder
 from atoll.train.screen import Screen, duration
-from atoll.train.stages import plan
+from atoll.train.stages import plan, settled
 
 if TYPE_CHECKING:
     from atoll.train.trainer import Trainer
@@ -36,6 +36,9 @@ def freeze(config: Config, corpus: Any, out: Path, screen: Screen, started: floa
 
     Raises `UserError` when the minutes leave no time to train.
     """
+    if config.stages[0].tokens is not None:
+        stages, steps = settled(config.stages)
+        config = dataclasses.replace(config, stages=stages, train=dataclasses.replace(config.train, steps=config.train.steps or steps))
     threads = config.train.threads or round(ranks.longest(torch.get_num_threads()))
     train = dataclasses.replace(config.train, threads=threads)
     rounds = _epoch_steps(config, corpus) if train.epochs is not None and train.steps is None else None

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config, ParallelConfig, UserError, load_config, to_toml
+from atoll.config import Config, ParallelConfig, StageConfig, UserError, load_config, to_toml
 from atoll.train import checkpoint
 
 LOCK = ".lock"
@@ -22,6 +22,7 @@ TRIAL = ".trial"  # what timing the machine writes; names with a dot hold nothin
 FREE = {
     "data": {"cache", "tokenizer"},
     "parallel": {f.name for f in dataclasses.fields(ParallelConfig)},
+    "stages": {"micro_batch", "recompute", "segment", "offload"},
     "train": {
         "minutes",
         "epochs",
@@ -114,7 +115,7 @@ def _differences(a: Config, b: Config) -> Iterator[tuple[str, Any, Any]]:
     for group in dataclasses.fields(Config):
         mine, theirs = getattr(a, group.name), getattr(b, group.name)
         if isinstance(mine, tuple):
-            if mine != theirs:
+            if _bound(mine) != _bound(theirs):
                 yield group.name, mine, theirs
             continue
         for f in dataclasses.fields(mine):
@@ -124,13 +125,26 @@ def _differences(a: Config, b: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def fingerprint(config: Config) -> str:
-    """A digest of every setting that a number of the run depends on."""
-    parts = []
+    """A digest of every setting that a number of the run depends on.
+
+    Of those that are not at their default: a setting that a later version adds, and leaves off, does not keep a run from going on.
+    """
+    parts, usual = [], Config()
     for group in dataclasses.fields(Config):
-        value = getattr(config, group.name)
-        fields = {"": value} if isinstance(value, tuple) else dataclasses.asdict(value)
-        parts += [f"{group.name}.{k}={v!r}" for k, v in fields.items() if k not in FREE.get(group.name, set())]
+        value, default = getattr(config, group.name), getattr(usual, group.name)
+        if isinstance(value, tuple):
+            parts.append(f"{group.name}={_bound(value)!r}")
+            continue
+        off = {k: v for k, v in dataclasses.asdict(value).items() if k not in FREE.get(group.name, set())}
+        kept = dataclasses.asdict(default)
+        parts += [f"{group.name}.{k}={v!r}" for k, v in off.items() if v != kept[k]]
     return checkpoint.fingerprint(parts)
+
+
+def _bound(stages: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """The settings of each stage that numbers depend on and that are not at their default."""
+    usual = dataclasses.asdict(StageConfig())
+    return [{k: v for k, v in dataclasses.asdict(s).items() if k not in FREE["stages"] and v != usual[k]} for s in stages]
 
 
 # ---------------------------------------------------------------- metrics.jsonl

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 
+import torch
+
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
@@ -23,3 +25,16 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_TOP_PAD, 64 << 20))
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes at most in use since the last call: of `device` where it is a card; of this process, since its start, on Linux and macOS."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

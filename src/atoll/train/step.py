@@ -15,6 +15,7 @@ from atoll.data.loader import IGNORED, Batch, Rows, make_batch
 from atoll.optim import ModelOptimizer
 from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train.guard import Guard
+from atoll.train.segments import Segments, Weights, accumulate_rows
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,19 @@ def accumulate(
     routing: Sequence[Any] | None = None,
     ranks: Ranks = ALONE,
     context: Any = None,
+    segments: Segments | None = None,
     pipeline: Any = None,
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
-    balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; without `pipeline`.
-    Returns the loss (float64 scalar, on the device, without the auxiliary one) and the targets, both of all `ranks`; a cut model's
-    gradients are summed over them, a whole one's are those of its own batches.
+    balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; `segments`
+    computes each row a segment at a time: neither over a `pipeline`. Returns the loss (float64 scalar, on the device, without the
+    auxiliary one) and the targets, both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own
+    batches.
     """
-    device = next(model.parameters()).device
-    pieces, targets = _pieces(batches, device, ranks, context, pipeline, model.config.pad_token_id)  # pyright: ignore
-    loss = torch.zeros((), dtype=torch.float64, device=device)
+    pieces, whole = _pieces(model, batches, ranks, context, pipeline)
+    loss = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
 
     def objectives(out: Any, piece: Piece) -> list[Tensor]:
         shares = [] if out.loss is None else [out.loss * piece.share]
@@ -77,29 +79,33 @@ def accumulate(
 
     if pipeline is not None:
         assert routing is None
+        assert segments is None
         pipeline.run(pieces, objectives)
     for i, piece in enumerate(pieces if pipeline is None else ()):
+        if segments is not None:
+            loss += accumulate_rows(model, piece.input_ids, piece.call["labels"], piece.call["cu_seqlens"], segments, whole)
+            continue
         forced = {} if routing is None else {"routing": routing[i]}
         with piece.within():
             torch.autograd.backward(objectives(model(piece.input_ids, **piece.call, **forced), piece))
     ranks.sum_(loss)
-    return loss, targets
+    return loss, whole.targets
 
 
-def _pieces(batches: Sequence[Batch], device: torch.device, ranks: Ranks, context: Any, pipeline: Any, pad: int) -> tuple[list[Piece], int]:
-    """The pieces of a step, and the targets of all `ranks`."""
-    pieces = [_piece(b, context) for b in batches]
+def _pieces(model: Any, batches: Sequence[Batch], ranks: Ranks, context: Any, pipeline: Any) -> tuple[list[Piece], Weights]:
+    """The pieces of a step, and the targets and tokens of all `ranks`."""
+    pieces, device = [_piece(b, context) for b in batches], next(model.parameters()).device
     counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
-    tokens = [int((ids != pad).sum()) for ids, _, _, _ in pieces]
+    tokens = [int((ids != model.config.pad_token_id).sum()) for ids, _, _, _ in pieces]
     once = pipeline is None or pipeline.first  # every stage reads the batches, one counts them
-    targets, all_tokens = ranks.totals([sum(counts) * once, sum(tokens) * once])
+    whole = Weights(*ranks.totals([sum(counts) * once, sum(tokens) * once]))
     made = []
     for batch, (*tensors, options), count, number in zip(batches, pieces, counts, tokens, strict=True):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
         within = contextlib.nullcontext if context is None else functools.partial(context.taking, batch.cu_seqlens.tolist())
         call = {"labels": labels, "cu_seqlens": bounds, **options}
-        made.append(Piece(ids, call, within, count / max(1, targets), number / max(1, all_tokens)))
-    return made, targets
+        made.append(Piece(ids, call, within, count / max(1, whole.targets), number / max(1, whole.tokens)))
+    return made, whole
 
 
 def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -115,16 +121,22 @@ def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str
 
 
 def train_step(
-    model: Any, optimizer: ModelOptimizer, guard: Guard, batches: Sequence[Batch], lr: float, ranks: Ranks = ALONE
+    model: Any,
+    optimizer: ModelOptimizer,
+    guard: Guard,
+    batches: Sequence[Batch],
+    lr: float,
+    ranks: Ranks = ALONE,
+    segments: Segments | None = None,
 ) -> StepResult:
-    """One step on `batches`, this process's part of it, at `lr` times the peak learning rates.
+    """One step on `batches`, this process's part of it, at `lr` times the peak learning rates; `segments` as in `accumulate`.
 
     A step that the guard refuses leaves weights, optimizer state and router biases as they were, bit for bit.
     """
     model.train()
     optimizer.zero_grad()
     context, pipeline = optimizer.context, optimizer.pipeline
-    loss, targets = accumulate(model, batches, ranks=ranks, context=context, pipeline=pipeline)
+    loss, targets = accumulate(model, batches, ranks=ranks, context=context, segments=segments, pipeline=pipeline)
     ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)

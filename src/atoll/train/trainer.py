@@ -20,6 +20,7 @@ from atoll.train.balance import balance_line
 from atoll.train.callbacks import Callback, standard
 from atoll.train.finish import finish
 from atoll.train.guard import Guard
+from atoll.train.host import peak_memory
 from atoll.train.screen import Screen
 from atoll.train.signals import StopSignals
 from atoll.train.stages import Stage, plan, stage_at
@@ -156,13 +157,15 @@ class Trainer:
         o, (place, places) = self.config.optim, parallel.place(self.config.parallel, self.ranks.rank)
         share = stage.batch // places
         first = stage.first_sample(self.step) + place * share
-        batches = micro_batches(self.samplers[stage.index], first, share, self.config.train.micro_batch)
+        micro = self.config.train.micro_batch if stage.micro_batch is None else stage.micro_batch
+        batches = micro_batches(self.samplers[stage.index], first, share, micro)
+        self.model.gradient_checkpointing = self.config.train.gradient_checkpointing if stage.recompute is None else stage.recompute
         rate = self.learning_rate(self.step, o.warmup, o.min_lr)
-        return train_step(self.model, self.optimizer, self.guard, batches, rate, self.ranks)
+        return train_step(self.model, self.optimizer, self.guard, batches, rate, self.ranks, stage.segments)
 
     def learning_rate(self, step: int, warmup: float, floor: float) -> float:
         """Share of the peak learning rate at the 0-based `step`."""
-        return factor(step, self.steps, warmup, floor)
+        return factor(step, self.steps, warmup, floor) * stage_at(self.stages, step).lr
 
     def _report(self, result: StepResult, stage: Stage, begun: float) -> None:
         """Hand the numbers of a step to the callbacks, as one flat line."""
@@ -195,6 +198,7 @@ class Trainer:
             "tokens_per_second": stage.tokens / max(seconds, 1e-9),
             "lr": o.lr * self.learning_rate(number - 1, o.warmup, o.min_lr),
             "grad_norm": norm,
+            "peak_memory": peak_memory(self.device),
             **balance_line(result.balance, self.config),
             "skipped": skipped,
         }

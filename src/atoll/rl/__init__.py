@@ -1,0 +1,1 @@
+"""Reinforcement learning in one process that owns model, tokens and rollout."""
