@@ -56,6 +56,12 @@ def test_interleaved_micro_batches_go_round_in_full() -> None:
     check(layout(config, pipeline=4), 4)
 
 
+def test_a_row_in_segments_goes_through_no_pipeline() -> None:
+    config = config_for(train__micro_batch=1, stages__1__batch=8, stages__0__segment=8)
+    with pytest.raises(ConfigError, match=r"parallel.pipeline = 2: does not go with stages.0.segment = 8; leave one of the two; "):
+        check(layout(config, pipeline=2), 2)
+
+
 def test_what_can_be() -> None:
     config = config_for(train__micro_batch=1, stages__1__batch=8, model__num_hidden_layers=8)
     check(layout(config, pipeline=2, data_shard=2, expert=2), 8)

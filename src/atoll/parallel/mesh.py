@@ -148,12 +148,16 @@ def _pipeline_problem(config: Config, p: ParallelConfig, shares: int) -> tuple[s
     if p.pipeline == 1:
         return None
     for i, stage in enumerate(config.stages):
+        if stage.segment is not None:
+            return "pipeline", p.pipeline, f"does not go with stages.{i}.segment = {stage.segment}; leave one of the two"
         share = stage.batch // shares
-        count = share // min(config.train.micro_batch or share, share)
+        micro = config.train.micro_batch if stage.micro_batch is None else stage.micro_batch
+        count = share // min(micro or share, share)
         if count >= p.pipeline and (p.pipeline_virtual == 1 or count % p.pipeline == 0):
             continue
         fit = [n for n in range(1, share + 1) if share % n == 0 and share // n % p.pipeline == 0]
-        remedy = f"; set train.micro_batch = {fit[-1]}" if fit else ""
+        field = "train.micro_batch" if stage.micro_batch is None else f"stages.{i}.micro_batch"
+        remedy = f"; set {field} = {fit[-1]}" if fit else ""
         if count < p.pipeline:
             return "pipeline", p.pipeline, f"needs as many micro-batches, stages.{i} gives a process {count}{remedy}"
         why = f"pipeline = {p.pipeline} does not divide a process's {count} micro-batches of stages.{i}{remedy}"

@@ -76,6 +76,15 @@ class Pipelined(nn.Module):
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._due: dict[Action, tuple[Tensor, Any]] = {}
 
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """As the model's."""
+        return self.model.gradient_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        self.model.gradient_checkpointing = value
+
     def moe_layers(self) -> list[Any]:
         """Those of this process."""
         return self.model.moe_layers()
