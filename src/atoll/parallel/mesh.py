@@ -117,12 +117,8 @@ def _problem(config: Config, p: ParallelConfig, processes: int) -> tuple[str, An
             return "data_shard", p.data_shard, f"{shares} processes do not divide stages.{i}.batch = {stage.batch}"
         if stage.length % p.context or stage.length // p.context < config.model.short_conv_kernel_size - 1:
             return "context", p.context, f"does not cut stages.{i}.length = {stage.length} into even shares longer than a convolution"
-        if (axis := next((a for a in ("context", "pipeline") if getattr(p, a) > 1), None)) and stage.segment is not None:
-            return (
-                axis,
-                getattr(p, axis),
-                f"does not go with stages.{i}.segment = {stage.segment}, which computes rows piece by piece; leave one of the two",
-            )
+        if p.context > 1 and stage.segment is not None:
+            return "context", p.context, f"cuts the same sequences as stages.{i}.segment = {stage.segment}; leave one of the two"
         micro = config.train.micro_batch if stage.micro_batch is None else stage.micro_batch
         if micro is not None and (share := stage.batch // shares) > micro and share % micro:
             return "data_shard", p.data_shard, f"a process's {share} sequences of stages.{i} are no multiple of train.micro_batch = {micro}"
