@@ -28,11 +28,15 @@ MIXED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def each_alone(model):
+    return [cold(model, request) for request in MIXED]
+
+
 @pytest.mark.parametrize("slots", [1, 3, 8])
-def test_many_together_are_each_alone(model, slots):
+def test_many_together_are_each_alone(model, each_alone, slots):
     together = engine(model, slots=slots, prefill_chunk=64).run(MIXED)
-    for request, answer in zip(MIXED, together, strict=True):
-        alone = cold(model, request)
+    for request, answer, alone in zip(MIXED, together, each_alone, strict=True):
         assert answer.ids == alone.ids
         assert len(answer.ids) == request.max_tokens
         torch.testing.assert_close(torch.tensor(answer.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-9)
@@ -198,6 +202,13 @@ def test_forks_draw_apart_and_share_the_prompt(model):
     assert e.stats()["prefilled"] == 150 + 3 * 22
 
 
+def test_a_fork_shares_no_grammar(model):
+    e = engine(model)
+    with pytest.raises(UserError, match="constraint"):
+        e.fork(ask(prompt(5), constraint=object()), 2)
+    assert e.idle()
+
+
 def test_a_failing_call_leaves_nothing_half_written(model, monkeypatch):
     e = engine(model)
     e.submit(ask(prompt(70), 10))
@@ -216,10 +227,10 @@ def test_a_failing_call_leaves_nothing_half_written(model, monkeypatch):
 
 def test_states_of_delta_attention_do_not_grow(model):
     sizes = []
-    for length in (10, 600):
+    for length in (10, 400):
         e = engine(model, slots=2)
-        e.submit(ask(prompt(length), 200))
-        for _ in range(150):
+        e.submit(ask(prompt(length), 80))
+        for _ in range(60):
             e.step()
         sizes.append((e.pool.states.numel(), e.pool.windows.numel(), e.stats()["slot_bytes"], e.stats()["pages_used"]))
     assert sizes[0][:3] == sizes[1][:3]

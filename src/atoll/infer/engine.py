@@ -67,7 +67,12 @@ class Engine:
         return s.id
 
     def fork(self, request: Request, copies: int) -> list[int]:
-        """`copies` answers of one prompt, which is read once. With a seed, copy i draws with seed + i."""
+        """`copies` answers of one prompt, which is read once. With a seed, copy i draws with seed + i.
+
+        Raises `UserError` as `submit`, and for a constraint, of which each sequence needs its own.
+        """
+        if request.constraint is not None and copies > 1:
+            raise UserError("constraint: it follows one sequence; submit each copy with its own")
         seed = request.sampling.seed
         seeds = [None if seed is None else seed + i for i in range(copies)]
         return [self.submit(replace(request, sampling=replace(request.sampling, seed=each))) for each in seeds]

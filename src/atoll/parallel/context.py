@@ -76,9 +76,7 @@ class ContextDelta(DeltaAttention):
 
     context: Context
 
-    def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | DeltaRows | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | DeltaRows | None = None) -> Tensor:
         share = self.context.share
         if share is None:
             return super().forward(x, cu_seqlens=cu_seqlens, cache=cache)
