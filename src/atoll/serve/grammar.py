@@ -96,9 +96,7 @@ class Grammars:
         Raises `ApiError`: 400 for a schema that is too large or that cannot be compiled within the limits, 501 without the library.
         """
         if self._library is None:
-            raise ApiError(
-                501, "response_format needs llguidance, which is not on this server: pip install 'atoll[grammar]'"
-            )
+            raise ApiError(501, "response_format needs llguidance, which is not on this server: pip install 'atoll[grammar]'")
         text = json.dumps([wish.schema, wish.tools], ensure_ascii=False)
         size, where = len(text.encode("utf-8", "replace")), "response_format" if wish.schema is not None else "tools"
         spelt = next((name for name in self._special if name in text), None)
