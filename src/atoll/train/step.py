@@ -68,7 +68,7 @@ def accumulate(
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for i, ((*tensors, options), count) in enumerate(zip(pieces, counts, strict=True)):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
-        options |= {k: t.to(device, non_blocking=True) for k, t in _pictures(batches[i], context or segments).items()}
+        options |= _pictures(batches[i], device, context or segments)
         if segments is not None:
             loss += accumulate_rows(model, ids, labels, bounds, segments, whole)
             continue
@@ -110,13 +110,13 @@ def _nothing(model: Any) -> Tensor:
     return sum((p.sum() * 0 for part in parts for p in part.parameters()), torch.zeros((), device=model.device))
 
 
-def _pictures(batch: Batch, cut: Any) -> dict[str, Tensor]:
-    """The model's arguments of a batch with pictures. Raises `UserError` where its rows are `cut`."""
+def _pictures(batch: Batch, device: torch.device, cut: Any) -> dict[str, Tensor]:
+    """The model's arguments of a batch with pictures; grids stay on the CPU, where they are read. Raises `UserError` where its rows are `cut`."""
     if batch.pixel_values is None or batch.grid_thws is None:
         return {}
     if cut is not None:
         raise UserError("stages: segment, or parallel: context, with images: rows with images are computed whole; leave it out")
-    return {"pixel_values": batch.pixel_values, "grid_thws": batch.grid_thws}
+    return {"pixel_values": batch.pixel_values.to(device, non_blocking=True), "grid_thws": batch.grid_thws}
 
 
 def train_step(
