@@ -16,7 +16,7 @@ from atoll.data.packing import pack
 
 KEPT = 64  # rows remembered: a batch asks for each more than once
 EPOCH = 1024  # rows that are called an epoch where there is no end
-PATCH_COST = 0.1  # of a text token's: a patch's share of the tower's time on a CPU, forward and backward, at `tiny-vl`'s sizes
+PATCH_COST = 0.1  # of a text token's: the tower's time for a patch, forward and backward, at `tiny-vl`'s sizes on a CPU
 
 
 class PictureRows:
