@@ -111,7 +111,10 @@ def _nothing(model: Any) -> Tensor:
 
 
 def _pictures(batch: Batch, device: torch.device, cut: Any) -> dict[str, Tensor]:
-    """The model's arguments of a batch with pictures; grids stay on the CPU, where they are read. Raises `UserError` where its rows are `cut`."""
+    """The model's arguments of a batch with pictures; grids stay on the CPU, where they are read.
+
+    Raises `UserError` where its rows are `cut`.
+    """
     if batch.pixel_values is None or batch.grid_thws is None:
         return {}
     if cut is not None:
