@@ -172,6 +172,14 @@ def test_pages_of_other_sizes_are_left_out():
     assert read_image(saved(pages[0], "TIFF", save_all=True, append_images=pages[1:]), VISION).grid == (2, 2, 2)
 
 
+def test_a_page_too_large_is_refused_before_it_is_decoded():
+    large = Image.new("1", (9000, 9000))
+    content = saved(Image.new("1", (20, 20)), "TIFF", compression="group4", save_all=True, append_images=[large])
+    assert len(content) < 1 << 20
+    with pytest.raises(BadImage, match="too large: 9,000 x 9,000 pixels"):
+        read_image(content, VISION)
+
+
 # ---------------------------------------------------------------- refusals
 
 

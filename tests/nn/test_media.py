@@ -142,11 +142,15 @@ def test_prefill_with_images_then_steps_equal_the_whole_sequence():
         assert cache.length == whole.shape[1]
 
 
-def test_a_later_turn_may_bring_images_of_its_own():
-    model, cache = build().eval(), None
-    cache = model.new_cache(1)
-    parts = [model(IDS[:, :8], cache=cache, **images((0,))).logits, model(IDS[:, 8:], cache=cache, **images((1, 2))).logits]
+@pytest.mark.parametrize(("split", "before"), [(5, 0), (6, 1), (8, 1), (10, 1), (11, 2), (12, 3)])
+def test_a_later_turn_may_bring_images_of_its_own(split, before):
+    """Also where the cache ends with an image, the next turn begins with one, or both."""
+    model = build().eval()
+    cache, which = model.new_cache(1), (0, 1, 2)
+    turns = ((IDS[:, :split], which[:before]), (IDS[:, split:], which[before:]))
+    parts = [model(ids, cache=cache, **(images(shown) if shown else {})).logits for ids, shown in turns]
     torch.testing.assert_close(torch.cat(parts, 1), model(IDS, **images()).logits, rtol=0, atol=1e-9)
+    assert cache.length == sum(p.shape[1] for p in parts)
 
 
 @pytest.mark.parametrize("form", ["grown", "expanded"])

@@ -27,11 +27,11 @@ from atoll.model import Model
 from atoll.parallel.ranks import Ranks
 from atoll.report import write
 from atoll.train import setup
+from atoll.train.callbacks import Callback
 from atoll.train.guard import Guard
 from atoll.train.screen import Screen
 from atoll.train.segments import Segments
 from atoll.train.step import accumulate, micro_batches, row_batches, train_step
-from atoll.train.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +216,7 @@ def test_the_page_escapes_what_a_model_and_a_file_say(run, tmp_path):
         assert "Held-out pictures</h2>" not in write(tmp_path).read_text()
 
 
+@pytest.mark.slow
 def test_eval_says_the_same_again(run, capsys):
     assert cli.main(["eval", str(run), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -227,30 +228,23 @@ def test_eval_says_the_same_again(run, capsys):
     assert "letters of unseen words" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("source", ["rendered", "album"])
+class StopAfter(Callback):
+    """Ends a run as a signal does, after step `last`."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def metrics(self, trainer, line):
+        trainer.stopping = trainer.stopping or line.get("step") == self.last
+
+
+@pytest.mark.parametrize("source", ["album", pytest.param("rendered", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, album, source):
-    config = config_for(tmp_path, data__source="rendered" if source == "rendered" else str(album), train__evaluate=False,
-                        train__report=False, train__export=False)  # fmt: skip
+    short = {"train__evaluate": False, "train__report": False, "train__export": False}
+    config = config_for(tmp_path, data__source="rendered" if source == "rendered" else str(album), **short)
     train.run(config, tmp_path / "whole", screen=quiet())
-    corpus = open_corpus(config.data, config.model)
-    from atoll.train import folder
-
-    (tmp_path / "cut").mkdir()
-    folder.begin(tmp_path / "cut", config, corpus.tokenizer)
-    with setup.settled(config.train):
-        first = Trainer(config, corpus, tmp_path / "cut", quiet())
-        first.steps = 4  # as a run that is stopped there: the schedule is the whole run's
-        first.learning_rate = Trainer(config, corpus, tmp_path / "none", quiet()).learning_rate  # type: ignore[method-assign]
-        first.stages = Trainer(config, corpus, tmp_path / "none", quiet()).stages
-        first.stopping = False
-
-        class Stop(train.trainer.Callback):
-            def metrics(self, trainer, line):
-                trainer.stopping = trainer.stopping or line.get("step") == 4
-
-        first.steps = 6
-        first.watchers = [Stop()]
-        first.fit()
+    train.run(config, tmp_path / "cut", screen=quiet(), watch=StopAfter(4))
+    assert not (tmp_path / "cut" / "checkpoints" / "step-6").exists()
     train.run(None, tmp_path / "cut", resume=True, screen=quiet())
     assert_same_run(tmp_path / "whole", tmp_path / "cut", 6)
 

@@ -115,7 +115,7 @@ def _pieces(
     for batch, (*tensors, options), count, number in zip(batches, pieces, counts, tokens, strict=True):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
         within = contextlib.nullcontext if context is None else functools.partial(context.taking, batch.cu_seqlens.tolist())
-        shown = {k: t.to(device, non_blocking=True) for k, t in _pictures(batch, context or pipeline or segments).items()}
+        shown = _pictures(batch, device, context or pipeline or segments)
         call = {"labels": labels, "cu_seqlens": bounds, **options, **shown}
         made.append(Piece(ids, call, within, count / max(1, whole.targets), number / max(1, whole.tokens), next(idle)))
     return made, whole
@@ -148,13 +148,16 @@ def _nothing(model: Any) -> Tensor:
     return sum((p.sum() * 0 for part in parts for p in part.parameters()), torch.zeros((), device=model.device))
 
 
-def _pictures(batch: Batch, cut: Any) -> dict[str, Tensor]:
-    """The model's arguments of a batch with pictures. Raises `UserError` where its rows are `cut`."""
+def _pictures(batch: Batch, device: torch.device, cut: Any) -> dict[str, Tensor]:
+    """The model's arguments of a batch with pictures; grids stay on the CPU, where they are read.
+
+    Raises `UserError` where its rows are `cut`.
+    """
     if batch.pixel_values is None or batch.grid_thws is None:
         return {}
     if cut is not None:
         raise UserError("stages: segment, or parallel: context, with images: rows with images are computed whole; leave it out")
-    return {"pixel_values": batch.pixel_values, "grid_thws": batch.grid_thws}
+    return {"pixel_values": batch.pixel_values.to(device, non_blocking=True), "grid_thws": batch.grid_thws}
 
 
 def train_step(

@@ -92,20 +92,24 @@ def _pillow() -> Any:
 
 
 def _picture(image: Any, vision: VisionConfig, most: int) -> Picture:
-    width, height = image.size
-    if width * height > MOST_PIXELS:
-        raise BadImage(f"too large: {width:,} x {height:,} pixels, {MOST_PIXELS:,} at most")
+    _bearable(image.size)
     count = min(MOST_FRAMES, getattr(image, "n_frames", 1))
     chosen = np.unique(np.linspace(0, count - 1, min(count, vision.init_pos_emb_time)).round().astype(int)).tolist()
-    frames, size = [], (width, height)
+    frames, sizes = [], []
     for number in chosen:
         if count > 1:
             image.seek(number)
+            _bearable(image.size)  # pages of a TIFF are each as they like
         upright = _upright(image)
-        size = upright.size
+        sizes.append(upright.size)
         frames.append(scaled(_colour(upright), vision.patch_size, most))
-    same = [frame for frame in frames if frame.shape == frames[0].shape]  # pages of a TIFF may differ
-    return to_picture(same, vision, size)
+    same = [frame for frame in frames if frame.shape == frames[0].shape]
+    return to_picture(same, vision, sizes[0])
+
+
+def _bearable(size: tuple[int, int]) -> None:
+    if size[0] * size[1] > MOST_PIXELS:
+        raise BadImage(f"too large: {size[0]:,} x {size[1]:,} pixels, {MOST_PIXELS:,} at most")
 
 
 def _upright(image: Any) -> Any:

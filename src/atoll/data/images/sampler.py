@@ -16,7 +16,7 @@ from atoll.data.packing import pack
 
 KEPT = 64  # rows remembered: a batch asks for each more than once
 EPOCH = 1024  # rows that are called an epoch where there is no end
-PATCH_COST = 0.2  # of a text token's: what a patch adds to a row's cost, measured on `tiny-vl` (docs/vision.md)
+PATCH_COST = 0.1  # of a text token's: the tower's time for a patch, forward and backward, at `tiny-vl`'s sizes on a CPU
 
 
 class PictureRows:

@@ -84,22 +84,25 @@ def _lines(path: Path, root: Path, config: DataConfig, vision: VisionConfig) -> 
                     yield Told(name, "", bad=" ".join(str(error).split())[:160])
 
 
-def _parts(record: Any, field: str) -> list[str | list[str]]:
-    """Texts, and paths as lists of one. Raises ValueError."""
+def _parts(record: Any, field: str) -> list[str | tuple[str]]:
+    """Texts, and paths as tuples of one. Raises ValueError."""
     images = record.get("images") if isinstance(record, dict) else None
     if not isinstance(images, list | None):
         raise ValueError("images: a list of paths is expected")
     if isinstance(record, dict) and isinstance(texts := record.get("texts"), list):
-        pairs = list(zip(texts, images or [], strict=True)) if images else [(t, None) for t in texts]
-        found: list[Any] = [text if image is None else [image] for text, image in pairs]
+        if images and len(images) != len(texts):
+            raise ValueError(f"{len(texts)} texts and {len(images)} images: as many are expected, null where the other stands")
+        pairs = zip(texts, images or [None] * len(texts), strict=True)
+        found: list[Any] = [text if image is None else (image,) for text, image in pairs]
     elif isinstance(record, dict) and isinstance(text := record.get(field), str):
         pieces, images = text.split(MARK), images or []
         if len(pieces) - 1 != len(images):
             raise ValueError(f"{len(pieces) - 1} {MARK} in the text and {len(images)} images: as many are expected")
-        found = [p for piece, image in zip(pieces, [*images, None], strict=True) for p in (piece, None if image is None else [image]) if p]
+        found = [p for piece, image in zip(pieces, [*images, None], strict=True) for p in (piece, None if image is None else (image,)) if p]
     else:
         raise ValueError(f"an object with {field!r} and 'images', or with 'texts' and 'images', is expected")
-    if not all(isinstance(p, str) or isinstance(p[0], str) for p in found if p is not None):
+    found = [p for p in found if p is not None]
+    if not all(isinstance(p[0] if isinstance(p, tuple) else p, str) for p in found):
         raise ValueError("texts and paths are expected to be text")
     return [clean(p, Repairs()) if isinstance(p, str) else p for p in found if p]
 
