@@ -216,7 +216,7 @@ class ParallelConfig:
     expert: int = 1  # processes that share the routed experts out among them, each on samples of its own
     context: int = 1  # processes that cut sequences among them, on the same samples
     pipeline: int = 1  # processes that cut the layers among them (not built yet)
-    tensor: int = 1  # processes that cut heads and vocabulary among them (not built yet)
+    tensor: int = 1  # processes that cut heads, inner widths and vocabulary among them, on the same samples
 
 
 @dataclass(frozen=True)

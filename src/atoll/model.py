@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, validate_model
@@ -21,7 +20,6 @@ from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
 from atoll.nn.media import MediaLayout, place_media, refuse_media
 from atoll.nn.vision import build_vision
-from atoll.ops.loss import linear_cross_entropy
 
 IGNORE = -100
 
@@ -206,11 +204,10 @@ class Model(nn.Module):
         return routes
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        exact = torch.promote_types(hidden.dtype, torch.float32)
-        return F.linear(hidden.to(exact), self.language_model.lm_head.weight.to(exact))
+        return self.language_model.lm_head.logits(hidden)
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total, count = linear_cross_entropy(hidden.flatten(0, 1), self.language_model.lm_head.weight, targets.flatten())
+        total, count = self.language_model.lm_head.cross_entropy(hidden.flatten(0, 1), targets.flatten())
         return total / count.clamp(min=1), count
 
     # -------------------------------------------------- probes

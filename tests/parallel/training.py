@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from atoll.config import Config, ModelConfig, load_config
 from atoll.data.documents import TokenSet
@@ -105,11 +105,14 @@ def train(config: Config, ranks: Ranks = ALONE, crowd: bool = False) -> dict[str
 def _off_zero(optimizer: Any) -> None:
     """Depth queries and A_log start at zero, where some gradients vanish by symmetry: move them off it, the same everywhere."""
     held = optimizer.sharded.held if hasattr(optimizer, "sharded") else dict(optimizer.model.named_parameters())
+    cuts = optimizer.sharded.cuts if hasattr(optimizer, "sharded") else {}
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, p in held.items():
             if "res_proj" in name or name.endswith("A_log"):
-                p += torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3
+                cut = cuts.get(name)
+                move = torch.randn(p.shape if cut is None else cut.shape, generator=generator, dtype=p.dtype) * 0.3
+                p += move if cut is None else distribute_tensor(move, cut.mesh, cut.placements, src_data_rank=None).to_local()
 
 
 def train_on(config: Config, crowd: bool = False) -> dict[str, Any] | None:

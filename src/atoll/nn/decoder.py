@@ -15,9 +15,10 @@ from atoll.config import BalanceConfig, ModelConfig
 from atoll.nn.block_residual import DepthProbe, Reader, Schedule, Stream, read
 from atoll.nn.cache import Cache, DeltaState, LatentState
 from atoll.nn.delta_attention import DeltaAttention
+from atoll.nn.head import Head
 from atoll.nn.latent_attention import LatentAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
-from atoll.nn.linear import Linear, RMSNorm, Weight
+from atoll.nn.linear import RMSNorm, Weight
 from atoll.nn.mlp import GatedMLP
 
 
@@ -214,7 +215,7 @@ class LanguageModel(nn.Module):
     def __init__(self, c: ModelConfig, balance: BalanceConfig, **factory) -> None:
         super().__init__()
         self.model = Decoder(c, balance, **factory)
-        self.lm_head = Linear(c.hidden_size, c.vocab_size, **factory)
+        self.lm_head = Head(c.hidden_size, c.vocab_size, **factory)
 
     def reset_parameters(self, std: float) -> None:
         """Set every parameter and buffer: the start of training, whatever the memory held (also after `to_empty`)."""

@@ -104,6 +104,7 @@ class ModelOptimizer:
             part.zero_grad()
 
     context: Any = None  # where sequences are cut over processes, `parallel.context.Context`
+    repeats = 1  # processes that compute the same tokens with parts of the same matrices
 
     @property
     def num_parameters(self) -> int:

@@ -1,8 +1,8 @@
 """The mesh: which process stands where on which axis, and which layouts there can be.
 
-Ranks are numbered with the expert axis innermost, then context, data_shard and data_replicate: experts exchange tokens within a machine
-as long as they fit into one. Every axis but context has samples of its own, so a step's samples divide by all of them. Weights are cut
-along context as along data_shard.
+Ranks are numbered with the tensor axis innermost, then expert, context, data_shard and data_replicate: what exchanges most lies within a
+machine as long as it fits into one. Every axis but context and tensor has samples of its own, so a step's samples divide by all of them.
+Weights are cut along context as along data_shard.
 """
 
 from __future__ import annotations
@@ -11,27 +11,34 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from atoll.config import Config, ConfigError, ParallelConfig
 
-BUILT = ("data_replicate", "data_shard", "expert", "context")
+BUILT = ("data_replicate", "data_shard", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One mesh in three views.
+    """One mesh in several views.
 
     whole: (data_replicate, expert, data_shard), in the order in which a stack of experts is cut: to its owners, then among their shards;
-    its data_shard holds the context axis. dense: (data_replicate, data), the last two axes as one: every other matrix is cut along it.
-    context: that axis alone, None where it is 1.
+    its data_shard holds the context and the tensor axis. dense: (data_replicate, data), the processes of this one's tensor rank: every
+    other matrix, or what the tensor axis leaves of it, is cut along the last axis. grid: (data_replicate, tensor, data), the same in the
+    order in which a matrix is cut, None where tensor is 1. copy: the (tensor and) data axis as one, a whole model. context: that axis
+    alone, None where it is 1.
     """
 
     whole: DeviceMesh
     dense: DeviceMesh
+    copy: DeviceMesh
     context: DeviceMesh | None
+    grid: DeviceMesh | None = None
 
     @property
     def experts(self) -> DeviceMesh:
@@ -43,17 +50,40 @@ class Mesh:
         """Processes among which the experts are shared out."""
         return self.whole["expert"].size()
 
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """The tensor axis alone, None where it is 1."""
+        return None if self.grid is None else self.grid["tensor"]
+
+    @property
+    def tensor_size(self) -> int:
+        """Processes that compute the same tokens with parts of the same matrices."""
+        return 1 if self.grid is None else self.grid["tensor"].size()
+
+    def over_data(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce in place over the processes that hold the same weights but for FSDP: of one tensor rank, all replicas."""
+        for axis in ("data", "data_replicate"):
+            group = self.dense.get_group(axis)
+            if group.size() > 1:
+                dist.all_reduce(tensor, op, group=group)
+
 
 def make_mesh(p: ParallelConfig, device: str) -> Mesh:
     """The mesh of the processes now running; `device` is its type, "cpu" or "cuda". The layout has passed `check`."""
-    at = torch.arange(size(p)).view(p.data_replicate, p.data_shard * p.context, p.expert)
-    whole = DeviceMesh(device, at.transpose(1, 2), mesh_dim_names=("data_replicate", "expert", "data_shard"))
+    at = torch.arange(size(p)).view(p.data_replicate, p.data_shard * p.context, p.expert, p.tensor)
+    owners = at.transpose(1, 2).flatten(2)
+    whole = DeviceMesh(device, owners, mesh_dim_names=("data_replicate", "expert", "data_shard"))
     # Ranks ascend along every axis: torch numbers the processes of a group so, and a mesh in another order would contradict it.
-    dense = DeviceMesh(device, at.flatten(1), mesh_dim_names=("data_replicate", "data"))
-    if p.context == 1:
-        return Mesh(whole, dense, None)
-    rows = at.view(-1, p.context, p.expert).transpose(1, 2).flatten(0, 1)
-    return Mesh(whole, dense, DeviceMesh(device, rows, mesh_dim_names=("rows", "context"))["context"])
+    copy = DeviceMesh(device, at.flatten(1), mesh_dim_names=("data_replicate", "data"))
+    grid, dense = None, copy
+    if p.tensor > 1:
+        grid = DeviceMesh(device, at.flatten(1, 2).transpose(1, 2), mesh_dim_names=("data_replicate", "tensor", "data"))
+        dense = grid["data_replicate", "data"]
+    context = None
+    if p.context > 1:
+        rows = at.view(-1, p.context, p.expert * p.tensor).transpose(1, 2).flatten(0, 1)
+        context = DeviceMesh(device, rows, mesh_dim_names=("rows", "context"))["context"]
+    return Mesh(whole, dense, copy, context, grid)
 
 
 def size(p: ParallelConfig) -> int:
@@ -62,9 +92,9 @@ def size(p: ParallelConfig) -> int:
 
 
 def place(p: ParallelConfig, rank: int) -> tuple[int, int]:
-    """Which share of a step's samples a process takes, and how many shares there are. Those of one context group take the same."""
-    outer, inner = divmod(rank, p.context * p.expert)
-    return outer * p.expert + inner % p.expert, size(p) // p.context
+    """Which share of a step's samples a process takes, and how many shares there are. Those of one context or tensor group take the same."""
+    outer, inner = divmod(rank // p.tensor, p.context * p.expert)
+    return outer * p.expert + inner % p.expert, size(p) // (p.context * p.tensor)
 
 
 # ---------------------------------------------------------------- what can be
@@ -94,10 +124,10 @@ def _problem(config: Config, p: ParallelConfig, processes: int) -> tuple[str, in
             return name, value, "this axis is not built yet; leave it at 1"
     if size(p) != processes:
         axes = " x ".join(f"{name} {value}" for name, value in dataclasses.asdict(p).items() if name in BUILT)
-        field = next((name for name in ("expert", "context") if processes % getattr(p, name)), "data_shard")
+        field = next((name for name in ("expert", "context", "tensor") if processes % getattr(p, name)), "data_shard")
         value = getattr(p, field)
         return field, value, f"{axes} is for {size(p)} processes and {processes} run"
-    shares = processes // p.context
+    shares = processes // (p.context * p.tensor)
     for i, stage in enumerate(config.stages):
         if stage.batch % shares:
             return "data_shard", p.data_shard, f"{shares} processes do not divide stages.{i}.batch = {stage.batch}"
@@ -110,6 +140,24 @@ def _problem(config: Config, p: ParallelConfig, processes: int) -> tuple[str, in
         return "expert", p.expert, "no layer has routed experts"
     if config.model.num_experts % p.expert:
         return "expert", p.expert, f"does not divide model.num_experts = {config.model.num_experts}"
+    return _tensor_problem(config, p.tensor)
+
+
+def _tensor_problem(config: Config, tensor: int) -> tuple[str, int, str] | None:
+    """What the tensor axis cuts must be a multiple of it."""
+    m = config.model
+    cut = {
+        "model.kda_num_heads": m.kda_num_heads,
+        "model.num_attention_heads": m.num_attention_heads,
+        "model.vocab_size": m.vocab_size,
+        "model.intermediate_size": m.intermediate_size if m.first_k_dense_replace else 0,
+        "model.num_shared_experts * model.moe_intermediate_size": m.num_shared_experts * m.moe_intermediate_size,
+    }
+    for name, value in cut.items():
+        if value % tensor:
+            return "tensor", tensor, f"does not divide {name} = {value}"
+    if tensor > 1 and (config.balance.limits() or config.balance.kind == "local_quantile"):
+        return "tensor", tensor, "balances by counts of whole micro-batches, whose tokens this axis shares out; leave it at 1"
     return None
 
 
@@ -127,8 +175,10 @@ def _remedy(config: Config, processes: int) -> str:
 
 def _possible(config: Config, processes: int) -> list[ParallelConfig]:
     divisors = [n for n in range(1, processes + 1) if processes % n == 0]
-    several = itertools.product(divisors, divisors, divisors)
-    found = [ParallelConfig(r, processes // (r * e * c), e, c) for r, e, c in several if processes % (r * e * c) == 0]
+    several = itertools.product(divisors, divisors, divisors, divisors)
+    found = [
+        ParallelConfig(r, processes // (r * e * c * t), e, c, tensor=t) for r, e, c, t in several if processes % (r * e * c * t) == 0
+    ]
     return [p for p in found if _problem(config, p, processes) is None]
 
 

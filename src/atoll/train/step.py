@@ -38,12 +38,18 @@ def micro_batches(sampler: Rows, first: int, count: int, size: int | None) -> li
 
 
 def accumulate(
-    model: nn.Module, batches: Sequence[Batch], routing: Sequence[Any] | None = None, ranks: Ranks = ALONE, context: Any = None
+    model: nn.Module,
+    batches: Sequence[Batch],
+    routing: Sequence[Any] | None = None,
+    ranks: Ranks = ALONE,
+    context: Any = None,
+    repeats: int = 1,
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
     balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch.
+    `repeats`: so many of the `ranks` each have the same tokens, which count once.
     Returns the loss (float64 scalar, on the device, without the auxiliary one) and the targets, both of all `ranks`; a cut model's
     gradients are summed over them, a whole one's are those of its own batches.
     """
@@ -51,7 +57,7 @@ def accumulate(
     pieces = [_piece(b, context) for b in batches]
     counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
     tokens = [int((ids != model.config.pad_token_id).sum()) for ids, _, _, _ in pieces]  # pyright: ignore
-    targets, all_tokens = ranks.totals([sum(counts), sum(tokens)])
+    targets, all_tokens = (n // repeats for n in ranks.totals([sum(counts), sum(tokens)]))
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for i, ((*tensors, options), count) in enumerate(zip(pieces, counts, strict=True)):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
@@ -63,7 +69,7 @@ def accumulate(
             (share + extra).backward()
         loss += share.detach()
     ranks.sum_(loss)
-    return loss, targets
+    return loss / repeats, targets
 
 
 def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -88,13 +94,13 @@ def train_step(
     model.train()
     optimizer.zero_grad()
     context = optimizer.context
-    loss, targets = accumulate(model, batches, ranks=ranks, context=context)
+    loss, targets = accumulate(model, batches, ranks=ranks, context=context, repeats=optimizer.repeats)
     ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
     optimizer.step(lr, skip)
     balance = model.balance_step(ranks.group, skip)
     mine = sum(b.num_bytes for b in batches) if context is None or context.rank == 0 else 0
-    num_bytes = ranks.totals([mine])[0]
+    num_bytes = ranks.totals([mine])[0] // optimizer.repeats
     numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
     return StepResult(numbers, targets, num_bytes, balance)
