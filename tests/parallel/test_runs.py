@@ -107,9 +107,9 @@ def test_a_mistake_is_said_by_one_process_before_anything_is_built(alone: tuple[
     tmp, one = alone
     first, second = on_ranks(2, run_on, layout(config_in(tmp), data_shard=4), str(tmp / "wrong"))
     assert first.startswith(
-        "parallel.data_shard = 4: data_replicate 1 x data_shard 4 x expert 1 x context 1 is for 4 processes and 2 run; "
+        "parallel.data_shard = 4: data_replicate 1 x data_shard 4 x expert 1 x context 1 x tensor 1 is for 4 processes and 2 run; "
     )
-    assert first.endswith("the nearest possible layout is data_replicate = 1, data_shard = 2, expert = 1, context = 1")
+    assert first.endswith("the nearest possible layout is data_replicate = 1, data_shard = 2, expert = 1, context = 1, tensor = 1")
     assert second == "exit 2"
     assert not (tmp / "wrong").exists()
     taken = on_ranks(2, run_on, layout(config_in(tmp), data_shard=2), str(one))
