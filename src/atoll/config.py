@@ -201,6 +201,7 @@ class TrainConfig:
     sample_prompt: str = "def parse"  # what the samples continue
     save_every: int = 100  # steps between checkpoints
     keep: int = 2  # checkpoints kept
+    async_save: bool = True  # write them beside the next steps, from a copy in the host's memory; not where that has no room for one
     skip_spike: float | None = 3.0  # skip a step whose gradient norm is over this many times its running mean; "none" is off
     evaluate: bool = True  # at the end, measure the whole held-out split beside gzip and xz
     report: bool = True  # at the end, write report.html and plots

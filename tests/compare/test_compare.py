@@ -73,7 +73,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def metrics(folder: str | Path) -> list[dict[str, Any]]:
     """A run's lines without what the clock decides."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "save_stall", "save_seconds")} for line in lines]
 
 
 def steps_of(folder: str | Path) -> list[dict[str, Any]]:

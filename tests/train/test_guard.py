@@ -66,8 +66,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: int, factor: float) -> dict[str,
     calls = -1
     accumulate, judge_step = step_module.accumulate, step_module.train_step
 
-    def spoiled(model, batches, routing=None, ranks=ALONE, context=None):
-        loss = accumulate(model, batches, routing, ranks, context)
+    def spoiled(model, batches, routing=None, ranks=ALONE, context=None, repeats=1):
+        loss = accumulate(model, batches, routing, ranks, context, repeats)
         if calls == at:
             for p in model.parameters():
                 p.grad.mul_(factor)

@@ -31,6 +31,7 @@ FREE = {
         "gradient_checkpointing",
         "save_every",
         "keep",
+        "async_save",
         "evaluate",
         "report",
         "export",
