@@ -123,6 +123,7 @@ class Model(nn.Module):
         routing: Iterable[Tensor] | None = None,
         record: dict[str, Any] | None = None,
         shifted: bool = False,
+        blank: bool = False,
     ) -> Output:
         """Logits [B,T,V] in at least float32, or the loss.
 
@@ -137,6 +138,8 @@ class Model(nn.Module):
             cache: from `new_cache`; moved on in place.
             logits: whether to return logits; by default when there are no labels.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
+            blank: without images, let the vision tower see one blank patch that adds nothing and whose gradients are zero, for a process
+                among others that have images. It then embeds padding as they do.
             shifted: `labels` are targets already: each stands where it is predicted, as for a part of a longer row.
             record: a dict to fill with probes: "depth_weights", "depth_rms" (output and running sum of each sublayer), "decay", "load",
                 and "depth_gradients", RMS at each sublayer's output, NaN until a backward pass.
@@ -150,6 +153,7 @@ class Model(nn.Module):
             cu_seqlens = None if cu_seqlens is None else layout.bounds(cu_seqlens)
         elif self.vision_tower is not None and (cache is None or input_ids.shape[1] > 1):  # a sampled one, fed back alone, is text
             refuse_media(input_ids, self._placeholder())
+            embeds = self._blank(input_ids) if blank else None
         routes = self._routes(routing)
         probe = self._start_probes(record)
         mask = input_ids.ne(self.config.pad_token_id) if self.training else None
@@ -190,9 +194,21 @@ class Model(nn.Module):
         self.vision_tower.grids(pixel_values, grid_thws)
         layout = place_media(input_ids, self.vision_tower.feature_lengths(grid_thws), self._placeholder())
         features = self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+        return layout, layout.merge(self._text(input_ids), features)
+
+    def _text(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [B,T,D] of text among images."""
         text = self.language_model.model.embed_tokens(input_ids)
-        text = text.masked_fill(input_ids.eq(self.config.pad_token_id).unsqueeze(-1), 0)
-        return layout, layout.merge(text, features)
+        return text.masked_fill(input_ids.eq(self.config.pad_token_id).unsqueeze(-1), 0)
+
+    def _blank(self, input_ids: Tensor) -> Tensor:
+        """`_text`, and a nothing that goes through the whole tower."""
+        assert self.vision_tower is not None
+        assert self.mm_projector is not None
+        (a, b), p = self.vision_tower.merge, self.vision_tower.patch
+        pixels = torch.zeros(a * b, 3, p, p, device=input_ids.device)
+        features = self.mm_projector(self.vision_tower(pixels, torch.tensor([[1, a, b]])))
+        return self._text(input_ids) + (features * 0).sum()
 
     def _routes(self, routing: Iterable[Tensor] | None) -> list[Routing]:
         layers = self.moe_layers()

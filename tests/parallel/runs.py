@@ -112,7 +112,9 @@ def stopped_on(config: Config, out: str, rank: int, step: int) -> str:
 def lines(out: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl with a step, without what the clock decides."""
     every = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "save_stall", "save_seconds")} for line in every if "step" in line]
+    return [
+        {k: v for k, v in line.items() if k not in ("tokens_per_second", "save_stall", "save_seconds")} for line in every if "step" in line
+    ]
 
 
 def contents(out: Path, step: int) -> dict[str, torch.Tensor]:

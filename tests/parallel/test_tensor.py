@@ -74,7 +74,7 @@ def test_a_bfloat16_model_has_the_same_types_and_nearly_the_same_curve() -> None
 def test_every_parameter_of_every_form_is_named_once() -> None:
     from atoll.model import Model
 
-    for changes in ({}, {"model__use_full_rank_gate": False, "model__q_lora_rank": "none"}):
+    for changes in ({}, {"model__use_full_rank_gate": False, "model__q_lora_rank": "none"}, {"model__vision__vt_hidden_size": 12}):
         model = Model(config_for(**changes).model, device="meta")
         for name, _ in model.named_parameters():
             inner = re.sub(r"language_model\.model\.layers\.\d+\.", "", name)

@@ -67,6 +67,11 @@ class Mesh:
             if group.size() > 1:
                 dist.all_reduce(tensor, op, group=group)
 
+    def over_tensor(self, tensor: Tensor) -> None:
+        """Sum in place over the tensor axis."""
+        if self.grid is not None:
+            dist.all_reduce(tensor, group=self.grid.get_group("tensor"))
+
 
 def make_mesh(p: ParallelConfig, device: str) -> Mesh:
     """The mesh of the processes now running; `device` is its type, "cpu" or "cuda". The layout has passed `check`."""
@@ -92,7 +97,7 @@ def size(p: ParallelConfig) -> int:
 
 
 def place(p: ParallelConfig, rank: int) -> tuple[int, int]:
-    """Which share of a step's samples a process takes, and how many shares there are. Those of one context or tensor group take the same."""
+    """Which share of a step's samples a process takes, and how many there are. Those of one context or tensor group take the same."""
     outer, inner = divmod(rank // p.tensor, p.context * p.expert)
     return outer * p.expert + inner % p.expert, size(p) // (p.context * p.tensor)
 
@@ -109,10 +114,6 @@ def check(config: Config, processes: int) -> None:
         raise ConfigError(f"parallel.{field} = {value!r}: {why}; {_remedy(config, processes)}")
     if processes > 1 and config.balance.kind == "quantile" and config.balance.bins is None:
         raise ConfigError('balance.bins = None: exact quantiles cannot be pooled over processes; give bins, as "1000"')
-    if processes > 1 and config.model.quantization != "none":
-        raise ConfigError(
-            f"model.quantization = {config.model.quantization!r}: not built yet over several processes; start one, or take 'none'"
-        )
 
 
 def _problem(config: Config, p: ParallelConfig, processes: int) -> tuple[str, int, str] | None:
@@ -176,9 +177,7 @@ def _remedy(config: Config, processes: int) -> str:
 def _possible(config: Config, processes: int) -> list[ParallelConfig]:
     divisors = [n for n in range(1, processes + 1) if processes % n == 0]
     several = itertools.product(divisors, divisors, divisors, divisors)
-    found = [
-        ParallelConfig(r, processes // (r * e * c * t), e, c, tensor=t) for r, e, c, t in several if processes % (r * e * c * t) == 0
-    ]
+    found = [ParallelConfig(r, processes // (r * e * c * t), e, c, tensor=t) for r, e, c, t in several if processes % (r * e * c * t) == 0]
     return [p for p in found if _problem(config, p, processes) is None]
 
 

@@ -52,11 +52,10 @@ class ShardedOptimizer(ModelOptimizer):
     def clip(self) -> Tensor:
         """Bring the gradients together and clip them by their norm over all processes, which it returns."""
         self.sharded.take_gradients()
-        sharded, mesh, grads = self.sharded, self.sharded.mesh, {n: p.grad for n, p in self.sharded.held.items() if p.grad is not None}
+        sharded, mesh = self.sharded, self.sharded.mesh
+        grads = {n: p.grad for n, p in sharded.held.items() if p.grad is not None}
         _sum([g for n, g in grads.items() if n not in sharded.by_fsdp], mesh.over_data)
-        if mesh.tensor is not None:
-            group = mesh.tensor.get_group()
-            _sum([g for n, g in grads.items() if sharded.kinds[n] == "summed"], lambda flat: torch.distributed.all_reduce(flat, group=group))
+        _sum([g for n, g in grads.items() if sharded.kinds.get(n) == "summed"], mesh.over_tensor)
         squares = get_total_norm([g for n, g in grads.items() if n in sharded.cuts and self._speaks_for(n)]).double().square()
         torch.distributed.all_reduce(squares, group=mesh.copy.get_group("data"))
         norm = (squares + get_total_norm([g for n, g in grads.items() if n not in sharded.cuts]).double().square()).sqrt()
@@ -102,7 +101,9 @@ class ShardedOptimizer(ModelOptimizer):
     def state(self) -> dict[str, Tensor]:
         tensors = super().state()
         found = {key: self.sharded.wrap(self._owner(key), value) for key, value in tensors.items()}
-        masters = {n: cut for n, cut in self.sharded.cuts.items() if cut.dtype in LOW_PRECISION and n in self.rules and n in self.sharded.by_fsdp}
+        masters = {
+            n: cut for n, cut in self.sharded.cuts.items() if cut.dtype in LOW_PRECISION and n in self.rules and n in self.sharded.by_fsdp
+        }
         return found | {f"master.{n}": cut.wrap(self.sharded.held[n].detach()) for n, cut in masters.items()}
 
     @staticmethod
@@ -111,7 +112,7 @@ class ShardedOptimizer(ModelOptimizer):
         return key.split(".", 1 if key.startswith("master.") else 2)[-1]
 
 
-def _sum(gradients: list[Tensor], reduce: Callable[[Tensor], None]) -> None:
+def _sum(gradients: list[Tensor], reduce: Callable[[Tensor], object]) -> None:
     """Sum gradients over processes by `reduce`, which adds up one tensor in place: one call a type."""
     for dtype in sorted({g.dtype for g in gradients}, key=str):
         alike = [g for g in gradients if g.dtype == dtype]

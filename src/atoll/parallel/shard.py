@@ -26,6 +26,7 @@ from atoll.nn.block_residual import Stream
 from atoll.nn.latent_moe import Experts
 from atoll.parallel.context import Context, cut_context
 from atoll.parallel.experts import share_out
+from atoll.parallel.images import look_together
 from atoll.parallel.mesh import Mesh
 from atoll.parallel.tensor import Kind, cut_tensor, kind_of
 
@@ -96,7 +97,7 @@ def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
     for kind in (Stream, outputs):
         _register(kind)
     count, whole_ones = model.num_parameters(), {n: (t.shape, t.dtype) for n, t in model.state_dict().items()}
-    kinds = {} if mesh.tensor is None else {n: kind_of(n) for n, _ in model.named_parameters()}
+    kinds: dict[str, Kind] = {} if mesh.tensor is None else {n: kind_of(n) for n, _ in model.named_parameters()}
     if mesh.tensor is not None:
         cut_tensor(model, mesh.tensor)
     context = None if mesh.context is None else cut_context(model, mesh.context)
@@ -105,6 +106,8 @@ def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
             share_out(moe, mesh.whole["expert"])
     _apply_fsdp(model, mesh, {p for n, p in model.named_parameters() if not _is_cut(n, whole_ones[n][0])})
     model.register_forward_hook(_let_go)
+    if model.vision_tower is not None:
+        look_together(model, mesh)
     cuts = _cuts(model, mesh, kinds, whole_ones)
     by_fsdp = frozenset(n for n, p in model.named_parameters() if isinstance(p, DTensor))
     held = {n: _held(p) for n, p in model.named_parameters()}

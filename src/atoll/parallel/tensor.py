@@ -220,5 +220,9 @@ def _cut_heads(mixer: DeltaAttention | LatentAttention, axis: TensorAxis) -> Non
 
 def _summing(module: nn.Module, axis: TensorAxis) -> None:
     """Let a module take its first argument through `enter` and give what it returns through `leave`, whatever its class."""
+
+    def leave(_: nn.Module, args: Any, out: Any) -> Tensor:
+        return axis.leave(out)
+
     module.register_forward_pre_hook(lambda _, args: (axis.enter(args[0]), *args[1:]))
-    module.register_forward_hook(lambda _, args, out: axis.leave(out))
+    module.register_forward_hook(leave)

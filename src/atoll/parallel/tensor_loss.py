@@ -16,7 +16,7 @@ CHUNK = 2048  # tokens whose logits over this process's vocabulary exist at once
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Gradients are formed while a chunk's logits are at hand, as in `ops.loss`; that of the hidden states is summed once, for all tokens."""
+    """Gradients are formed while a chunk's logits are at hand, as in `ops.loss`; that of hidden states is summed once, for all tokens."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ignore: int, group: Any, need: tuple[bool, bool]) -> Tensor:
