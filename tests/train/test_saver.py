@@ -116,9 +116,14 @@ def test_a_failed_write_is_told_by_the_next_save_and_older_ones_stay(tmp_path: P
 def test_an_error_that_ends_training_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, it = Gate(monkeypatch), Saver(tmp_path, 5, True)
     threading.Timer(0.2, gate.open.set).start()
-    with pytest.raises(ZeroDivisionError), it:
-        it.save(1, {"w": torch.zeros(2)}, {})
-        raise ZeroDivisionError
+
+    def training() -> None:
+        with it:
+            it.save(1, {"w": torch.zeros(2)}, {})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        training()
     assert checkpoint.steps(tmp_path) == [1]
 
 
