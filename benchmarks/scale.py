@@ -42,11 +42,11 @@ from atoll.train.saver import Saver
 from atoll.train.step import micro_batches, train_step
 
 SMALL: dict[str, Any] = {
-    **{"model.vocab_size": 64, "model.hidden_size": 32, "model.num_hidden_layers": 4, "model.num_attention_heads": 4},
-    **{"model.kda_num_heads": 4, "model.kda_head_dim": 16, "model.q_lora_rank": 16, "model.kv_lora_rank": 16, "model.v_head_dim": 8},
-    **{"model.qk_nope_head_dim": 8, "model.qk_rope_head_dim": 4, "model.intermediate_size": 64, "model.num_experts": 16},
-    **{"model.num_experts_per_token": 4, "model.moe_intermediate_size": 16, "model.routed_expert_hidden_size": 16},
-}
+    "model.vocab_size": 64, "model.hidden_size": 32, "model.num_hidden_layers": 4, "model.num_attention_heads": 4,
+    "model.kda_num_heads": 4, "model.kda_head_dim": 16, "model.q_lora_rank": 16, "model.kv_lora_rank": 16, "model.v_head_dim": 8,
+    "model.qk_nope_head_dim": 8, "model.qk_rope_head_dim": 4, "model.intermediate_size": 64, "model.num_experts": 16,
+    "model.num_experts_per_token": 4, "model.moe_intermediate_size": 16, "model.routed_expert_hidden_size": 16,
+}  # fmt: skip
 AXES = {"fsdp": "data_shard", "expert": "expert", "tensor": "tensor", "context": "context", "pipeline": "pipeline"}
 
 
@@ -202,7 +202,7 @@ def context_exchange(preset: str, ranks: Ranks, s: Sizes, device: str, **changes
 
 
 def save(preset: str, ranks: Ranks, s: Sizes, **changes: Any) -> dict[str, float]:
-    """Seconds that training waits for a checkpoint it writes beside itself, and that writing takes; the first save, which allocates, apart."""
+    """Seconds that training waits for a checkpoint written beside it, and that writing takes; the first save, which allocates, apart."""
     job = Job(settings(preset, ranks.size * s.rows, s.length, "data_shard", ranks.size, **changes), ranks)
     with tempfile.TemporaryDirectory() as own:
         folder = Path(ranks.on_main(lambda: own))
@@ -231,7 +231,11 @@ def measure(ranks: Ranks, preset: str, save_preset: str, smoke: bool, only: list
     s, changes = (SMOKE, SMALL) if smoke else (FULL, {"train.micro_batch": 1, "train.gradient_checkpointing": True})
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        **{"torch": torch.__version__, "processes": ranks.size, "preset": preset, "save_preset": save_preset, "smoke": smoke},
+        "torch": torch.__version__,
+        "processes": ranks.size,
+        "preset": preset,
+        "save_preset": save_preset,
+        "smoke": smoke,
         "difference": check(ranks, axes),
         "steps": steps(preset, ranks, axes, s, **changes),
     }
