@@ -115,3 +115,14 @@ def test_a_mistake_is_said_by_one_process_before_anything_is_built(alone: tuple[
     taken = on_ranks(2, run_on, layout(config_in(tmp), data_shard=2), str(one))
     assert "already holds a run" in taken[0]
     assert taken[1] == "exit 2"
+
+
+def test_processes_write_the_same_bits_beside_training_as_waiting_for_it(alone: tuple[Path, Path]) -> None:
+    tmp, _ = alone
+    for name, beside in (("beside", True), ("waiting", False)):
+        config = layout(config_in(tmp, train__keep=9, train__async_save=beside), data_shard=2)
+        assert on_ranks(2, run_on, config, str(tmp / name)) == ["", ""]
+    for step in (2, 4, 6):
+        mine, theirs = (contents(tmp / name, step) for name in ("beside", "waiting"))
+        assert mine.keys() == theirs.keys()
+        assert all(mine[n].numpy().tobytes() == theirs[n].numpy().tobytes() for n in theirs)

@@ -72,6 +72,11 @@ class Mesh:
         if self.grid is not None:
             dist.all_reduce(tensor, group=self.grid.get_group("tensor"))
 
+    def first_of_tensor(self, tensor: Tensor) -> None:
+        """That of the first process of the tensor axis, in place."""
+        if self.grid is not None:
+            dist.broadcast(tensor, group=self.grid.get_group("tensor"), group_src=0)
+
 
 def make_mesh(p: ParallelConfig, device: str) -> Mesh:
     """The mesh of the processes now running; `device` is its type, "cpu" or "cuda". The layout has passed `check`."""

@@ -54,8 +54,10 @@ class ShardedOptimizer(ModelOptimizer):
         self.sharded.take_gradients()
         sharded, mesh = self.sharded, self.sharded.mesh
         grads = {n: p.grad for n, p in sharded.held.items() if p.grad is not None}
-        _sum([g for n, g in grads.items() if n not in sharded.by_fsdp], mesh.over_data)
-        _sum([g for n, g in grads.items() if sharded.kinds.get(n) == "summed"], mesh.over_tensor)
+        _together([g for n, g in grads.items() if n not in sharded.by_fsdp], mesh.over_data)
+        _together([g for n, g in grads.items() if sharded.kinds.get(n) == "summed"], mesh.over_tensor)
+        # Groups may sum in different orders: what is the same on all tensor ranks must stay so to the bit.
+        _together([g for n, g in grads.items() if sharded.kinds.get(n) == "alike"], mesh.first_of_tensor)
         squares = get_total_norm([g for n, g in grads.items() if n in sharded.cuts and self._speaks_for(n)]).double().square()
         torch.distributed.all_reduce(squares, group=mesh.copy.get_group("data"))
         norm = (squares + get_total_norm([g for n, g in grads.items() if n not in sharded.cuts]).double().square()).sqrt()
@@ -112,8 +114,8 @@ class ShardedOptimizer(ModelOptimizer):
         return key.split(".", 1 if key.startswith("master.") else 2)[-1]
 
 
-def _sum(gradients: list[Tensor], reduce: Callable[[Tensor], object]) -> None:
-    """Sum gradients over processes by `reduce`, which adds up one tensor in place: one call a type."""
+def _together(gradients: list[Tensor], reduce: Callable[[Tensor], object]) -> None:
+    """Let `reduce`, which changes one tensor in place, have all gradients in one call a type."""
     for dtype in sorted({g.dtype for g in gradients}, key=str):
         alike = [g for g in gradients if g.dtype == dtype]
         flat = torch.cat([g.reshape(-1) for g in alike])

@@ -16,7 +16,8 @@ column  rows are cut: heads, channels or tokens of the vocabulary. The gradient 
 row     columns are cut, and the outputs summed. The gradient of what is held is whole.
 tokens  whole on each process of the axis, used for a part of the tokens and cut by FSDP over the axis, which sums the gradient.
 summed  the same on each, inside a sublayer: each has seen a part (its heads, its tokens), so gradients are summed over the axis.
-alike   the same on each, outside: each has the whole gradient already, and a sum would be N times it.
+alike   the same on each, outside: each has the whole gradient already, and a sum would be N times it. The first one's is taken, so that
+        copies stay the same to the bit.
 """
 
 from __future__ import annotations
