@@ -71,10 +71,18 @@ class Pipelined(nn.Module):
         super().__init__()
         self.model, self.config = model, model.config
         self.mine, self.every, self.wire, self.stage_group, self.dtype = list(mine), list(every), wire, stage_group, dtype
-        self.first = mine[0].first
         self._flights: dict[int, _Flight] = {}
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._due: dict[Action, tuple[Tensor, Any]] = {}
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """As the model's."""
+        return self.model.gradient_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        self.model.gradient_checkpointing = value
 
     def moe_layers(self) -> list[Any]:
         """Those of this process."""

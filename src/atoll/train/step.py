@@ -59,17 +59,18 @@ def accumulate(
     context: Any = None,
     segments: Segments | None = None,
     pipeline: Any = None,
+    counts: bool = True,
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
     balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; `segments`
-    computes each row a segment at a time; both without `pipeline`. Returns the loss (float64 scalar, on the device, without the
-    auxiliary one) and the targets, both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own
-    batches.
+    computes each row a segment at a time; both without `pipeline`. `counts`: whether this process is the one, of those of `ranks` that
+    read the same tokens, whose numbers count. Returns the loss (float64 scalar, on the device, without the auxiliary one) and the
+    targets, both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own batches.
     """
     device = next(model.parameters()).device
-    pieces, whole = _pieces(batches, device, ranks, context, pipeline, model.config.pad_token_id)  # pyright: ignore
+    pieces, whole = _pieces(batches, device, ranks, context, counts, model.config.pad_token_id)  # pyright: ignore
     loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def objectives(out: Any, piece: Piece) -> list[Tensor]:
@@ -89,21 +90,20 @@ def accumulate(
         forced = {} if routing is None else {"routing": routing[i]}
         with piece.within():
             torch.autograd.backward(objectives(model(piece.input_ids, **piece.call, **forced), piece))
-    ranks.sum_(loss)
+    ranks.sum_(loss if counts else loss.zero_())
     return loss, whole.targets
 
 
 def _pieces(
-    batches: Sequence[Batch], device: torch.device, ranks: Ranks, context: Any, pipeline: Any, pad: int
+    batches: Sequence[Batch], device: torch.device, ranks: Ranks, context: Any, counts: bool, pad: int
 ) -> tuple[list[Piece], Weights]:
     """The pieces of a step, and what the losses of all `ranks` are divided by."""
     pieces = [_piece(b, context) for b in batches]
-    counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
+    targets = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
     tokens = [int((ids != pad).sum()) for ids, _, _, _ in pieces]
-    once = pipeline is None or pipeline.first  # every stage reads the batches, one counts them
-    whole = Weights(*ranks.totals([sum(counts) * once, sum(tokens) * once]))
+    whole = Weights(*ranks.totals([sum(targets) * counts, sum(tokens) * counts]))
     made = []
-    for batch, (*tensors, options), count, number in zip(batches, pieces, counts, tokens, strict=True):
+    for batch, (*tensors, options), count, number in zip(batches, pieces, targets, tokens, strict=True):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
         within = contextlib.nullcontext if context is None else functools.partial(context.taking, batch.cu_seqlens.tolist())
         call = {"labels": labels, "cu_seqlens": bounds, **options}
@@ -138,14 +138,14 @@ def train_step(
     """
     model.train()
     optimizer.zero_grad()
-    context, pipeline = optimizer.context, optimizer.pipeline
-    loss, targets = accumulate(model, batches, ranks=ranks, context=context, pipeline=pipeline, segments=segments)
+    context = optimizer.context
+    loss, targets = accumulate(model, batches, None, ranks, context, segments, optimizer.pipeline, optimizer.counts)
     ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
     optimizer.step(lr, skip)
     balance = model.balance_step(ranks.group, skip)
-    mine = sum(b.num_bytes for b in batches) if (context is None or context.rank == 0) and (pipeline is None or pipeline.first) else 0
+    mine = sum(b.num_bytes for b in batches) if optimizer.counts and (context is None or context.rank == 0) else 0
     num_bytes = ranks.totals([mine])[0]
     numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
     return StepResult(numbers, targets, num_bytes, balance)
