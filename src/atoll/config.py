@@ -212,6 +212,7 @@ class TrainConfig:
     sample_prompt: str = "def parse"  # what the samples continue
     save_every: int = 100  # steps between checkpoints
     keep: int = 2  # checkpoints kept
+    async_save: bool = True  # write them beside the next steps, from a copy in the host's memory; not where that has no room for one
     skip_spike: float | None = 3.0  # skip a step whose gradient norm is over this many times its running mean; "none" is off
     evaluate: bool = True  # at the end, measure the whole held-out split beside gzip and xz
     report: bool = True  # at the end, write report.html and plots
@@ -229,7 +230,7 @@ class ParallelConfig:
     pipeline: int = 1  # processes that cut the layers among them, on the same samples; micro-batches pass from one to the next (1F1B)
     pipeline_virtual: int = 1  # stages of layers that each process of the pipeline holds; from 2 on the schedule is interleaved 1F1B
     pipeline_cut: tuple[int, ...] = ()  # first layer of every stage but the first, as 3,6,9; empty: as many layers for each
-    tensor: int = 1  # processes that cut heads and vocabulary among them (not built yet)
+    tensor: int = 1  # processes that cut heads, inner widths and vocabulary among them, on the same samples
 
 
 @dataclass(frozen=True)

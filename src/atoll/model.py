@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, validate_model
@@ -22,7 +21,6 @@ from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
 from atoll.nn.media import MediaLayout, place_media, refuse_media
 from atoll.nn.vision import build_vision
-from atoll.ops.loss import linear_cross_entropy
 
 IGNORE = -100
 
@@ -130,6 +128,7 @@ class Model(nn.Module):
         embeds: Tensor | None = None,
         stream: Stream | None = None,
         layers: range | None = None,
+        blank: bool = False,
     ) -> Output:
         """Logits [B,T,V] in at least float32, or the loss.
 
@@ -144,6 +143,8 @@ class Model(nn.Module):
             cache: from `new_cache`; moved on in place. A `SegmentCache`: this is a segment of a longer row, with gradients.
             logits: whether to return logits, by default when there are no labels; or int64 [n], the positions to return them at.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
+            blank: without images, let the vision tower see one blank patch that adds nothing and whose gradients are zero, for a process
+                among others that have images. It then embeds padding as they do.
             shifted: `labels` are targets already: each stands where it is predicted, as for a part of a longer row.
             record: a dict to fill with probes: "depth_weights", "depth_rms" (output and running sum of each sublayer), "decay", "load",
                 and "depth_gradients", RMS at each sublayer's output, NaN until a backward pass.
@@ -162,6 +163,7 @@ class Model(nn.Module):
             cu_seqlens = None if cu_seqlens is None else layout.bounds(cu_seqlens)
         elif embeds is None and self.vision_tower is not None and (cache is None or input_ids.shape[1] > 1):
             refuse_media(input_ids, self._placeholder())  # a sampled one, fed back alone, is text
+            embeds = self._blank(input_ids) if blank else None
         layers = range(self.config.num_hidden_layers) if layers is None else layers
         routes = self._routes(routing, layers)
         probe = self._start_probes(record)
@@ -209,6 +211,14 @@ class Model(nn.Module):
         layout = place_media(input_ids, self.vision_tower.feature_lengths(grid_thws), self._placeholder())
         return layout, layout.merge(self.embed_text(input_ids), self.features(pixel_values, grid_thws))
 
+    def _blank(self, input_ids: Tensor) -> Tensor:
+        """`embed_text`, and a nothing that goes through the whole tower."""
+        assert self.vision_tower is not None
+        (a, b), p = self.vision_tower.merge, self.vision_tower.patch
+        pixels = torch.zeros(a * b, 3, p, p, device=input_ids.device)
+        features = self.features(pixels, torch.tensor([[1, a, b]]))
+        return self.embed_text(input_ids) + (features * 0).sum()
+
     def features(self, pixel_values: Tensor, grid_thws: Tensor) -> Tensor:
         """The images' input embeddings [M,D], one after the other; needs a vision tower."""
         assert self.vision_tower is not None
@@ -234,11 +244,10 @@ class Model(nn.Module):
         return routes
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        exact = torch.promote_types(hidden.dtype, torch.float32)
-        return F.linear(hidden.to(exact), self.language_model.lm_head.weight.to(exact))
+        return self.language_model.lm_head.logits(hidden)
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total, count = linear_cross_entropy(hidden.flatten(0, 1), self.language_model.lm_head.weight, targets.flatten())
+        total, count = self.language_model.lm_head.cross_entropy(hidden.flatten(0, 1), targets.flatten())
         return total / count.clamp(min=1), count
 
     # -------------------------------------------------- probes

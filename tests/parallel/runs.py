@@ -113,7 +113,8 @@ def stopped_on(config: Config, out: str, rank: int, step: int) -> str:
 def lines(out: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl with a step, without what the clock decides."""
     every = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "peak_memory")} for line in every if "step" in line]
+    clocked = ("tokens_per_second", "peak_memory", "save_stall", "save_seconds")
+    return [{k: v for k, v in line.items() if k not in clocked} for line in every if "step" in line]
 
 
 def contents(out: Path, step: int) -> dict[str, torch.Tensor]:

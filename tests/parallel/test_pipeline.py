@@ -20,6 +20,7 @@ FAST: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"pipeline": 4}, {"model__num_hidden_layers": 7, "model__attn_res_block_size": 3}),
     ({"pipeline": 2, "expert": 2}, {}),
     ({"pipeline": 2, "context": 2}, {}),
+    ({"pipeline": 2, "tensor": 2}, {}),
 ]
 SLOW: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"pipeline": 2, "pipeline_cut": (2,)}, {"train__micro_batch": 2}),  # at a block's end, two rows a micro-batch
@@ -29,6 +30,7 @@ SLOW: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"pipeline": 4, "pipeline_virtual": 2}, {"model__num_hidden_layers": 8, "model__attn_res_block_size": 3}),
     ({"pipeline": 2, "pipeline_virtual": 2, "expert": 2}, {**SIX, "train__gradient_checkpointing": True}),
     ({"pipeline": 2, "pipeline_virtual": 2, "context": 2}, {**SIX, "train__gradient_checkpointing": True}),
+    ({"pipeline": 2, "pipeline_virtual": 2, "tensor": 2}, {**SIX, "train__gradient_checkpointing": True, "balance__kind": "aux"}),
     ({"pipeline": 2, "pipeline_virtual": 2}, {**SIX, "model__residual": "full"}),
     ({"pipeline": 2, "pipeline_virtual": 2}, {**SIX, "model__residual": "plain"}),
     ({"pipeline": 2}, {"balance__kind": "quantile", "balance__asynchronous": True, "balance__ema": 0.5}),

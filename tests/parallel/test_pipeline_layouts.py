@@ -31,7 +31,7 @@ WRONG: list[tuple[dict[str, Any], int, int | None, str]] = [
         {"pipeline": 3},
         2,
         1,
-        "parallel.pipeline = 3: pipeline 3 x data_replicate 1 x data_shard 1 x expert 1 x context 1 is for 3",
+        "parallel.pipeline = 3: pipeline 3 x data_replicate 1 x data_shard 1 x expert 1 x context 1 x tensor 1 is for 3",
     ),
     ({"pipeline": 0}, 1, 1, "parallel.pipeline = 0: 1 or more is expected"),
 ]
@@ -56,9 +56,16 @@ def test_interleaved_micro_batches_go_round_in_full() -> None:
     check(layout(config, pipeline=4), 4)
 
 
-def test_a_row_in_segments_goes_through_no_pipeline() -> None:
-    config = config_for(train__micro_batch=1, stages__1__batch=8, stages__0__segment=8)
-    with pytest.raises(ConfigError, match=r"parallel.pipeline = 2: does not go with stages.0.segment = 8; leave one of the two; "):
+def test_a_stage_s_own_micro_batch_is_what_counts() -> None:
+    config = config_for(train__micro_batch=1, stages__0__micro_batch=8)
+    with pytest.raises(ConfigError, match=r"pipeline = 2: needs as many .*, stages.0 gives a process 1; set stages.0.micro_batch = 4; "):
+        check(layout(config, pipeline=2), 2)
+    check(layout(config_for(stages__0__micro_batch=1, stages__1__micro_batch=2), pipeline=2), 2)
+
+
+def test_rows_in_segments_go_through_no_pipeline() -> None:
+    config = config_for(train__micro_batch=1, stages__0__segment=8)
+    with pytest.raises(ConfigError, match=r"^parallel.pipeline = 2: does not go with stages.0.segment = 8, .* pipeline = 1, "):
         check(layout(config, pipeline=2), 2)
 
 

@@ -59,13 +59,13 @@ def test_a_pipeline_s_checkpoint_elsewhere_and_another_s_here_are_the_same_bits(
     assert not any("embed_tokens" in n for n in parts[3])
 
 
-def test_a_run_moves_from_a_pipeline_to_context_and_back_with_the_same_samples(alone: tuple[Path, Path]) -> None:
+def test_a_run_moves_to_context_and_to_a_pipeline_of_tensor_ranks_with_the_same_samples(alone: tuple[Path, Path]) -> None:
     tmp, one = alone
     config = config_in(tmp, **ROWS)
     out = cut_back(one, tmp / "moved", 2)
     assert on_ranks(2, run_on, layout(config, context=2), str(out), True) == [""] * 2
     back = cut_back(out, tmp / "back", 4)
-    assert on_ranks(2, run_on, layout(config, pipeline=2), str(back), True) == [""] * 2
+    assert on_ranks(4, run_on, layout(config, pipeline=2, tensor=2), str(back), True) == [""] * 4
     assert_same_curve(back, one)
     assert_same_tensors(back, one, 6)
 

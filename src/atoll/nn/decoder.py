@@ -16,9 +16,10 @@ from atoll.nn.block_residual import DepthProbe, Reader, Schedule, Stream, read
 from atoll.nn.cache import Cache, LayerCache
 from atoll.nn.carry import DeltaCarry, LatentCarry, SegmentCache
 from atoll.nn.delta_attention import DeltaAttention
+from atoll.nn.head import Head
 from atoll.nn.latent_attention import LatentAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
-from atoll.nn.linear import Linear, RMSNorm, Weight
+from atoll.nn.linear import RMSNorm, Weight
 from atoll.nn.mlp import GatedMLP
 from atoll.nn.pooled_cache import DeltaRows
 
@@ -232,7 +233,7 @@ class LanguageModel(nn.Module):
     def __init__(self, c: ModelConfig, balance: BalanceConfig, **factory) -> None:
         super().__init__()
         self.model = Decoder(c, balance, **factory)
-        self.lm_head = Linear(c.hidden_size, c.vocab_size, **factory)
+        self.lm_head = Head(c.hidden_size, c.vocab_size, **factory)
 
     def reset_parameters(self, std: float) -> None:
         """Set every parameter and buffer: the start of training, whatever the memory held (also after `to_empty`)."""

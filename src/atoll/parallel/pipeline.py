@@ -71,7 +71,6 @@ class Pipelined(nn.Module):
         super().__init__()
         self.model, self.config = model, model.config
         self.mine, self.every, self.wire, self.stage_group, self.dtype = list(mine), list(every), wire, stage_group, dtype
-        self.first = mine[0].first
         self._flights: dict[int, _Flight] = {}
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._due: dict[Action, tuple[Tensor, Any]] = {}

@@ -35,6 +35,11 @@ def keep_stages(model: Any, mine: Sequence[Stage]) -> None:
     model.balancer.numbers = [at for at, layer in enumerate(numbers) if layer in held]
 
 
+def layers_here(model: Any) -> list[Any]:
+    """The decoder layers of `model` that are on this process."""
+    return [layer for layer in model.language_model.model.layers if not isinstance(layer, Absent)]
+
+
 def cut_layers(model: Any, layout: ParallelConfig, place: int) -> tuple[list[Stage], list[Stage]]:
     """Leave `model` with the stages of the process at `place` in a pipeline. Returns those, and all of them."""
     c = model.config

@@ -103,7 +103,8 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], sizes: dict[str, in
     alone = ranks.size == 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns that this is one process, which is meant
-        dcp_save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), where, save_distributed=not alone), no_dist=alone)
+        writer = HuggingFaceStorageWriter(str(folder), where, save_distributed=not alone)
+        dcp_save(tensors, storage_writer=writer, process_group=ranks.own, no_dist=alone)
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:

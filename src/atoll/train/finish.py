@@ -39,13 +39,15 @@ def finish(trainer: Trainer) -> None:
 
 def _export(trainer: Trainer) -> None:
     from atoll.hub.export import save
-    from atoll.train.weights import export_step
+    from atoll.train.weights import export_step, model_at
 
     for leftover in trainer.out.glob(".model.*"):  # of an export that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     folder, tokenizer = trainer.out / "model", trainer.corpus.tokenizer
     if trainer.ranks.size == 1:
         save(trainer.model, folder, tokenizer)
+    elif trainer.config.model.quantization != "none":  # a group is packed from weights and scales together
+        save(model_at(trainer.out / "checkpoints" / f"step-{trainer.step}"), folder, tokenizer)
     else:
         export_step(trainer.out / "checkpoints" / f"step-{trainer.step}", trainer.config, folder, tokenizer)
     trainer.screen.say(f"model: {folder}")

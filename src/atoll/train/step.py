@@ -55,7 +55,6 @@ class Piece:
     within: Callable[[], contextlib.AbstractContextManager[Any]]
     share: float
     balance_share: float
-    idle: bool  # others alone have pictures in it
 
 
 def accumulate(
@@ -66,24 +65,24 @@ def accumulate(
     context: Any = None,
     segments: Segments | None = None,
     pipeline: Any = None,
+    counts: bool = True,
 ) -> tuple[Tensor, int]:
     """Gradients of the mean loss over all targets of `batches`, added to what is there.
 
     Each micro-batch is weighted by its share of the whole step's targets, so that another split gives the same gradients; an auxiliary
     balancing loss, by its share of the tokens it is a mean over. `routing` forces the experts, one entry a micro-batch; `segments`
-    computes each row a segment at a time; both without `pipeline`. Returns the loss (float64 scalar, on the device, without the
-    auxiliary one) and the targets, both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own
-    batches.
+    computes each row a segment at a time; both without `pipeline`. `counts`: whether this process is the one, of those of `ranks` that
+    read the same tokens, whose numbers count. Returns the loss (float64 scalar, on the device, without the auxiliary one) and the
+    targets, both of all `ranks`; a cut model's gradients are summed over them, a whole one's are those of its own batches.
     """
     device = next(model.parameters()).device
-    pieces, whole = _pieces(model, batches, ranks, context, pipeline, segments)
+    pieces, whole = _pieces(model, batches, ranks, context, segments or pipeline, counts)
     loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def objectives(out: Any, piece: Piece) -> list[Tensor]:
         shares = [] if out.loss is None else [out.loss * piece.share]
         for share in shares:
             loss.add_(share.detach())
-        shares += [_nothing(model)] if piece.idle else []
         return shares if out.balance_loss is None else [*shares, out.balance_loss * piece.balance_share]
 
     if pipeline is not None:
@@ -97,27 +96,23 @@ def accumulate(
         forced = {} if routing is None else {"routing": routing[i]}
         with piece.within():
             torch.autograd.backward(objectives(model(piece.input_ids, **piece.call, **forced), piece))
-    ranks.sum_(loss)
+    ranks.sum_(loss if counts else loss.zero_())
     return loss, whole.targets
 
 
-def _pieces(
-    model: Any, batches: Sequence[Batch], ranks: Ranks, context: Any, pipeline: Any, segments: Segments | None
-) -> tuple[list[Piece], Weights]:
-    """The pieces of a step, and what the losses of all `ranks` are divided by."""
+def _pieces(model: Any, batches: Sequence[Batch], ranks: Ranks, context: Any, cut: Any, counts: bool) -> tuple[list[Piece], Weights]:
+    """The pieces of a step, and what the losses of all `ranks` are divided by. `cut`: what else computes rows in parts."""
     pieces = [_piece(b, context) for b in batches]
-    counts = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
+    targets = [int((labels != IGNORED).sum()) for _, labels, _, _ in pieces]
     tokens = [int((ids != model.config.pad_token_id).sum()) for ids, _, _, _ in pieces]
-    once = pipeline is None or pipeline.first  # every stage reads the batches, one counts them
-    whole = Weights(*ranks.totals([sum(counts) * once, sum(tokens) * once]))
-    idle = iter(_idle(model, batches, ranks))
+    whole = Weights(*ranks.totals([sum(targets) * counts, sum(tokens) * counts]))
     made, device = [], next(model.parameters()).device
-    for batch, (*tensors, options), count, number in zip(batches, pieces, counts, tokens, strict=True):
+    for batch, (*tensors, options), count, number in zip(batches, pieces, targets, tokens, strict=True):
         ids, labels, bounds = (t.to(device, non_blocking=True) for t in tensors)
         within = contextlib.nullcontext if context is None else functools.partial(context.taking, batch.cu_seqlens.tolist())
-        shown = _pictures(batch, device, context or pipeline or segments)
+        shown = _pictures(batch, device, context or cut)
         call = {"labels": labels, "cu_seqlens": bounds, **options, **shown}
-        made.append(Piece(ids, call, within, count / max(1, whole.targets), number / max(1, whole.tokens), next(idle)))
+        made.append(Piece(ids, call, within, count / max(1, whole.targets), number / max(1, whole.tokens)))
     return made, whole
 
 
@@ -131,21 +126,6 @@ def _piece(batch: Batch, context: Any) -> tuple[Tensor, Tensor, Tensor, dict[str
     targets = next_tokens(batch.labels, batch.cu_seqlens)
     at = slice(share.start, share.stop)
     return batch.input_ids[:, at], targets[:, at], torch.tensor(share.bounds), {"shifted": True}
-
-
-def _idle(model: nn.Module, batches: Sequence[Batch], ranks: Ranks) -> list[bool]:
-    """Of each micro-batch, whether only other processes have pictures in it."""
-    shown = [b.pixel_values is not None for b in batches]
-    if ranks.size == 1 or getattr(model, "vision_tower", None) is None:
-        return [False] * len(shown)
-    anywhere = ranks.totals([int(s) for s in shown])
-    return [bool(total) and not mine for total, mine in zip(anywhere, shown, strict=True)]
-
-
-def _nothing(model: Any) -> Tensor:
-    """Zero, with a gradient of zeros for the tower: all processes reduce the gradients of the same weights."""
-    parts = (model.vision_tower, model.mm_projector)
-    return sum((p.sum() * 0 for part in parts for p in part.parameters()), torch.zeros((), device=model.device))
 
 
 def _pictures(batch: Batch, device: torch.device, cut: Any) -> dict[str, Tensor]:
@@ -175,14 +155,14 @@ def train_step(
     """
     model.train()
     optimizer.zero_grad()
-    context, pipeline = optimizer.context, optimizer.pipeline
-    loss, targets = accumulate(model, batches, ranks=ranks, context=context, pipeline=pipeline, segments=segments)
+    context = optimizer.context
+    loss, targets = accumulate(model, batches, None, ranks, context, segments, optimizer.pipeline, optimizer.counts)
     ranks.from_main_(loss)  # as the norm is: every process takes or skips the step
     norm = optimizer.clip()
     skip = guard.judge(loss, norm)
     optimizer.step(lr, skip)
     balance = model.balance_step(ranks.group, skip)
-    mine = sum(b.num_bytes for b in batches) if (context is None or context.rank == 0) and (pipeline is None or pipeline.first) else 0
+    mine = sum(b.num_bytes for b in batches) if optimizer.counts and (context is None or context.rank == 0) else 0
     num_bytes = ranks.totals([mine])[0]
     numbers = torch.stack([loss, norm.double(), skip.double(), guard.in_a_row.double()])
     return StepResult(numbers, targets, num_bytes, balance)

@@ -22,6 +22,7 @@ from atoll.train.callbacks import Callback, standard
 from atoll.train.finish import finish
 from atoll.train.guard import Guard
 from atoll.train.host import peak_memory
+from atoll.train.saver import Saver
 from atoll.train.screen import Screen
 from atoll.train.signals import StopSignals
 from atoll.train.stages import Stage, plan, stage_at
@@ -116,6 +117,7 @@ class Trainer:
         self.steps, self.step = config.train.steps, 0
         self.stages = plan(config.stages, self.steps)
         self.samplers = [open_sampler(corpus.train, s.length, config.data.seed + s.index) for s in self.stages]
+        self.saver = Saver(out / "checkpoints", config.train.keep, config.train.async_save, ranks)
         self.callbacks: list[Callback] = []
         self.watchers: list[Callback] = []
         self.stopping = False  # asked to stop: the step just done is the last
@@ -126,7 +128,7 @@ class Trainer:
     def fit(self) -> bool:
         """Train to the last step. False when it was asked to stop before; then a checkpoint was saved."""
         self.callbacks = [*self.watchers, *standard(self.config.train, self.ranks.main)]
-        with StopSignals() as signals:
+        with StopSignals() as signals, self.saver:
             for callback in self.callbacks:
                 callback.start(self)
             pending: tuple[StepResult, Stage, float] | None = None
@@ -202,6 +204,7 @@ class Trainer:
             "peak_memory": peak_memory(self.device),
             **balance_line(result.balance, self.config),
             "skipped": skipped,
+            **self.saver.take(),
         }
 
     # ---------------------------------------------------------------- saving and going on
@@ -229,9 +232,8 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Write the checkpoint of this step, unless it is there already."""
-        c = self.config.train
-        checkpoint.save(self.out / "checkpoints", self.step, self.tensors(), self.meta(), c.keep, self.ranks)
+        """Write the checkpoint of this step, or begin to; see `train.saver`."""
+        self.saver.save(self.step, self.tensors(), self.meta())
 
     def restore(self) -> None:
         """Go back to the newest whole checkpoint in the folder, or to step 0. Raises `UserError` when it does not fit this run."""
