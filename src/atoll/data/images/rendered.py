@@ -26,7 +26,7 @@ from atoll.data.split import unit_hash
 LETTERS = 3, 9  # of a word
 MET = 3  # times a word must be met in the library to be one
 FONT_SIZES = 20, 23  # pixels, both drawn
-DIGIT_SHARE = 0.2  # of the pictures
+DIGIT_SHARE = 0.3  # of the pictures drawn in training
 SIDE = 28  # pixels of a digit's picture, and the least height of a word's
 QUESTION = "what is this?"
 KINDS = {"word": "the word ", "digit": "the digit "}  # what an answer begins with
@@ -78,18 +78,20 @@ class Renderer:
         return Shown(self._grey(np.asarray(image), numbers), "word", word)
 
     def digit(self, index: int, numbers: np.random.RandomState | None = None) -> Shown:
-        """Digit `index` of this side, moved, turned and scaled a little, by `numbers` (default: by its index)."""
+        """Digit `index` of this side, moved, turned and scaled a little by `numbers`; without them upright, in the middle."""
         from PIL import Image
 
-        numbers = draw("digit", self.seed, self.heldout, index) if numbers is None else numbers
-
-        ink = Image.fromarray(self.digits[index]).resize((24, 24), Image.Resampling.BICUBIC)
-        angle, scale = numbers.uniform(-12, 12), numbers.uniform(0.85, 1.1)
+        angle, scale, (x, y) = 0.0, 1.0, (0.5, 0.5)
+        if numbers is None:
+            numbers = draw("digit", self.seed, self.heldout, index)
+        else:
+            angle, scale, (x, y) = numbers.uniform(-12, 12), numbers.uniform(0.85, 1.1), numbers.random_sample(2)
         side = round(24 * scale)
+        ink = Image.fromarray(self.digits[index]).resize((24, 24), Image.Resampling.BICUBIC)
         turned = ink.rotate(angle, Image.Resampling.BILINEAR).resize((side, side), Image.Resampling.BILINEAR)
-        x, y = numbers.randint(0, SIDE - side + 1, size=2)
+        left, top = int(x * (SIDE - side + 1)), int(y * (SIDE - side + 1))
         strength = np.zeros((SIDE, SIDE), np.float32)
-        strength[y : y + side, x : x + side] = np.asarray(turned, np.float32) / 255
+        strength[top : top + side, left : left + side] = np.asarray(turned, np.float32) / 255
         paper, dark = numbers.randint((176, 0), (256, 80))
         return Shown(self._grey(paper + (dark - paper) * strength, numbers), "digit", str(self.names[index]))
 
