@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -106,6 +107,7 @@ def test_processes_that_cut_a_row_read_the_same_samples() -> None:
     assert [place(p, rank) for rank in range(8)] == [(0, 4), (1, 4), (0, 4), (1, 4), (2, 4), (3, 4), (2, 4), (3, 4)]
     heads = ParallelConfig(data_shard=2, expert=2, tensor=2)
     assert [place(heads, rank) for rank in range(8)] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (2, 4), (3, 4), (3, 4)]
+    assert [place(ParallelConfig(pipeline=2, data_shard=2, tensor=2), rank) for rank in range(8)] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
 
 
 def three_places() -> tuple[int, int, int]:
@@ -117,6 +119,45 @@ def three_places() -> tuple[int, int, int]:
 
 def test_neighbours_share_experts_out() -> None:
     assert on_ranks(4, three_places) == [(0, 0, 0), (1, 0, 1), (0, 1, 2), (1, 1, 3)]
+
+
+OUTERMOST_FIRST = ("pipeline", "data_replicate", "data_shard", "context", "expert", "tensor")
+
+
+def groups_of(rank: int) -> dict[str, list[int]]:
+    """The ranks of each group of a process of 64, all axes at 2; no other process is started."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from atoll.parallel import make_mesh
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=64, store=FakeStore())
+    mesh = make_mesh(ParallelConfig(**dict.fromkeys(OUTERMOST_FIRST, 2)), "cpu")
+    assert mesh.context
+    assert mesh.tensor
+    assert mesh.pipeline
+    groups = {
+        "context": mesh.context.get_group(),
+        "tensor": mesh.tensor.get_group(),
+        "pipeline": mesh.pipeline.get_group(),
+        "expert": mesh.whole.get_group("expert"),
+        "data_replicate": mesh.dense.get_group("data_replicate"),
+        "data_shard context expert": mesh.dense.get_group("data"),
+        "data_shard context tensor": mesh.whole.get_group("data_shard"),
+        "data_shard context expert tensor": mesh.copy.get_group("data"),
+        "data_replicate data_shard context expert": mesh.peers,
+        "data_replicate data_shard context expert tensor": mesh.stage,
+    }
+    return {axes: dist.get_process_group_ranks(group) for axes, group in groups.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 37, 62])
+def test_a_group_is_of_the_processes_that_differ_along_its_axes(rank: int) -> None:
+    places = list(itertools.product(range(2), repeat=len(OUTERMOST_FIRST)))
+    for axes, ranks in on_ranks(1, groups_of, rank)[0].items():
+        fixed = [i for i, axis in enumerate(OUTERMOST_FIRST) if axis not in axes.split()]
+        assert ranks == [r for r, at in enumerate(places) if all(at[i] == places[rank][i] for i in fixed)], axes
 
 
 def fails_on_one(how: str) -> None:
