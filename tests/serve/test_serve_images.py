@@ -9,14 +9,13 @@ import zlib
 
 import httpx
 import pytest
-import torch
 from conversations import TOKENIZER
 from PIL import Image
 from serving import END, SHAPES, Scripted, served, small_engine, small_model, written
 
 from atoll.config import ModelConfig, VisionConfig
 from atoll.serve.errors import ApiError
-from atoll.serve.images import read_image, to_patches
+from atoll.serve.images import read_image, together
 
 PAD = TOKENIZER.special["<|media_pad|>"]
 VISION = VisionConfig(media_placeholder_token_id=PAD)
@@ -38,30 +37,19 @@ def read(address, pixels=10**6):
 
 def test_an_image_becomes_patches_of_whole_features():
     found = read(url(picture()))
-    assert (found.width, found.height, found.grid) == (70, 40, (1, 4, 6))  # 56 x 84 in patches of 14
-    assert found.patches.shape == (24, 3, 14, 14)
-    assert found.features(VISION) == 6
-    assert found.patches[0, :, 0, 0].tolist() == [1.0, -1.0, -1.0]
-    assert found.patches[-1].unique().tolist() == [-1.0]  # the border below and to the right is black
-
-
-def test_patches_stand_row_by_row():
-    pixels = torch.arange(3 * 28 * 56, dtype=torch.float32).view(3, 28, 56)
-    patches, grid = to_patches(pixels, VISION)
-    assert grid == (1, 2, 4)
-    assert patches[5].equal(pixels[:, 14:28, 14:28])
-
-
-def test_what_shines_through_is_chequered():
-    found = read(url(Image.new("RGBA", (28, 28), (0, 0, 0, 0))))
-    assert found.patches[0, 0, 0, 0] == 1.0
-    assert found.patches[0, 0, 0, 8] == pytest.approx(180 / 255 * 2 - 1)
+    assert (found.picture.size, found.picture.grid) == ((70, 40), (1, 4, 6))  # 56 x 84 in patches of 14
+    patches, grids = together([found, read(url(picture(28, 28)))])
+    assert patches.shape == (24 + 4, 3, 14, 14)
+    assert grids.tolist() == [[1, 4, 6], [1, 2, 2]]
+    assert found.picture.features(VISION) == 6
+    assert patches[0, :, 0, 0].tolist() == [1.0, -1.0, -1.0]
+    assert patches[23].unique().tolist() == [-1.0]  # the border below and to the right is black
 
 
 def test_a_large_image_is_made_smaller():
     found = read(url(picture(9000, 20)))
-    assert found.grid[2] <= 512
-    assert (found.width, found.height) == (9000, 20)  # the size that the format shows stays
+    assert found.picture.grid[2] <= 512
+    assert found.picture.size == (9000, 20)  # the size that the format shows stays
 
 
 def bomb(width, height):

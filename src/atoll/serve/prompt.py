@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from atoll.config import VisionConfig
@@ -15,7 +14,7 @@ from atoll.data.chat import Segment, render, tokenize_batch
 from atoll.data.messages import read_messages
 from atoll.data.tokenizer import Tokenizer
 from atoll.serve.errors import bad_request
-from atoll.serve.images import Picture, read_image
+from atoll.serve.images import Sent, read_image, together
 from atoll.serve.memory import Memory, Place
 
 END = "<|end_of_msg|>"
@@ -55,7 +54,7 @@ def build_prompt(
     tokenizer: Tokenizer,
     memory: Memory,
     salt: str,
-    pictures: Sequence[Picture] = (),
+    pictures: Sequence[Sent] = (),
     vision: VisionConfig | None = None,
 ) -> Prompt:
     """Ids of `messages` (their images replaced by `take_images`), ready for an assistant's answer.
@@ -87,8 +86,7 @@ def build_prompt(
         turns.append(len(ids))
     made = Prompt(ids, tuple(turns[:-1]), key, history)
     if pictures:
-        made.pixel_values = torch.cat([p.patches for p in pictures])
-        made.grid_thws = torch.tensor([p.grid for p in pictures])
+        made.pixel_values, made.grid_thws = together(pictures)
     return made
 
 
@@ -102,25 +100,23 @@ def _by_message(segments: list[Segment]) -> list[list[Segment]]:
     return groups
 
 
-def _with_images(
-    ids: list[int], pending: list[Picture], tokenizer: Tokenizer, vision: VisionConfig | None
-) -> tuple[list[int], list[Picture]]:
+def _with_images(ids: list[int], pending: list[Sent], tokenizer: Tokenizer, vision: VisionConfig | None) -> tuple[list[int], list[Sent]]:
     """`ids` with a placeholder a feature where an image stands, and the images that do; taken off `pending`."""
     if vision is None or not pending:
         return ids, []
     out: list[int] = []
-    shown: list[Picture] = []
+    shown: list[Sent] = []
     pad = tokenizer.special["<|media_pad|>"]
     for token in ids:
         if token == pad and pending:
             shown.append(pending.pop(0))
-            out += [pad] * shown[-1].features(vision)
+            out += [pad] * shown[-1].picture.features(vision)
         else:
             out.append(token)
     return out, shown
 
 
-def take_images(messages: Any, vision: VisionConfig | None, max_pixels: int, most: int) -> tuple[Any, list[Picture]]:
+def take_images(messages: Any, vision: VisionConfig | None, max_pixels: int, most: int) -> tuple[Any, list[Sent]]:
     """`messages` with every image as its size, and the images in order. Raises `ApiError`, 400."""
     if not isinstance(messages, list):
         return messages, []
@@ -140,6 +136,6 @@ def take_images(messages: Any, vision: VisionConfig | None, max_pixels: int, mos
                 if len(pictures) >= most:
                     raise bad_request(f"more than {most} images in one request", where)
                 pictures.append(read_image(part, vision, max_pixels, where))
-                parts[j] = {"type": "image", "width": pictures[-1].width, "height": pictures[-1].height}
+                parts[j] = {"type": "image", "width": pictures[-1].picture.size[0], "height": pictures[-1].picture.size[1]}
         out.append(message)
     return out, pictures

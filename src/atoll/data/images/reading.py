@@ -29,20 +29,25 @@ class BadImage(ValueError):
     """One line on why a file gives no picture."""
 
 
-def read_image(content: bytes, vision: VisionConfig, most: int = MOST_PATCHES) -> Picture:
-    """The picture in `content`, the bytes of a file. Raises `BadImage`; `UserError` where Pillow is missing."""
+def read_image(
+    content: bytes, vision: VisionConfig, most: int = MOST_PATCHES, *, pixels: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
+) -> Picture:
+    """The picture in `content`, the bytes of a file of one of `formats`, scaled down to `most` patches, its frames of at most `pixels`.
+
+    Raises `BadImage`; `UserError` where Pillow is missing.
+    """
     files = _pillow()
     if not content:
         raise BadImage("empty file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd EXIF and the like; sizes are judged here
-            with files.open(io.BytesIO(content), formats=FORMATS) as image:
-                return _picture(image, vision, most)
+            with files.open(io.BytesIO(content), formats=formats) as image:
+                return _picture(image, vision, most, pixels)
     except BadImage:
         raise
     except files.DecompressionBombError:
-        raise BadImage(f"too large: over {MOST_PIXELS:,} pixels") from None
+        raise BadImage(f"too large: over {pixels:,} pixels") from None
     except files.UnidentifiedImageError:
         raise BadImage("not an image, or of a kind that is not read") from None
     except MemoryError:
@@ -91,15 +96,15 @@ def _pillow() -> Any:
     return PIL.Image
 
 
-def _picture(image: Any, vision: VisionConfig, most: int) -> Picture:
-    _bearable(image.size)
+def _picture(image: Any, vision: VisionConfig, most: int, pixels: int) -> Picture:
+    _bearable(image.size, pixels)
     count = min(MOST_FRAMES, getattr(image, "n_frames", 1))
     chosen = np.unique(np.linspace(0, count - 1, min(count, vision.init_pos_emb_time)).round().astype(int)).tolist()
     frames, sizes = [], []
     for number in chosen:
         if count > 1:
             image.seek(number)
-            _bearable(image.size)  # pages of a TIFF are each as they like
+            _bearable(image.size, pixels)  # pages of a TIFF are each as they like
         upright = _upright(image)
         sizes.append(upright.size)
         frames.append(scaled(_colour(upright), vision.patch_size, most))
@@ -107,9 +112,9 @@ def _picture(image: Any, vision: VisionConfig, most: int) -> Picture:
     return to_picture(same, vision, sizes[0])
 
 
-def _bearable(size: tuple[int, int]) -> None:
-    if size[0] * size[1] > MOST_PIXELS:
-        raise BadImage(f"too large: {size[0]:,} x {size[1]:,} pixels, {MOST_PIXELS:,} at most")
+def _bearable(size: tuple[int, int], most: int) -> None:
+    if size[0] * size[1] > most:
+        raise BadImage(f"too large: {size[0]:,} x {size[1]:,} pixels, {most:,} at most")
 
 
 def _upright(image: Any) -> Any:
