@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.config import VisionConfig
+from atoll.data.images.reading import as_seen
 from atoll.serve.errors import ApiError, bad_request
 
 DATA_URL = re.compile(r"data:image/(png|jpeg|jpg|webp|gif);base64,", re.IGNORECASE)
@@ -25,7 +26,7 @@ SHORTEST = 1  # pixels of a side, after scaling
 
 @dataclass(frozen=True)
 class Picture:
-    """An image ready for the tower: `patches` float32 [rows · columns, 3, p, p], row by row, and its size as sent."""
+    """An image ready for the tower: `patches` float32 [rows · columns, 3, p, p], row by row, and its size, upright."""
 
     width: int
     height: int
@@ -66,14 +67,14 @@ def _picture(content: bytes, vision: VisionConfig, max_pixels: int, where: str) 
             width, height = file.size
             if width * height > max_pixels:  # read from the header: nothing is decoded yet
                 raise bad_request(f"the image has {width * height:,} pixels, {max_pixels:,} at most", where, "invalid_image")
-            picture = file.convert("RGBA")
+            picture = as_seen(file).convert("RGBA")
     except ApiError:
         raise
     except Exception as error:  # decoders of foreign bytes raise whatever they like
         raise bad_request("the image cannot be read", where, "invalid_image") from error
     pixels = _scaled(picture, vision.patch_size)
     patches, grid = to_patches(pixels, vision)
-    return Picture(width, height, patches, grid, hashlib.blake2b(content, digest_size=16).digest())
+    return Picture(*picture.size, patches, grid, hashlib.blake2b(content, digest_size=16).digest())
 
 
 def _scaled(picture: Any, patch: int) -> Tensor:

@@ -100,9 +100,9 @@ def _picture(image: Any, vision: VisionConfig, most: int) -> Picture:
         if count > 1:
             image.seek(number)
             _bearable(image.size)  # pages of a TIFF are each as they like
-        upright = _upright(image)
-        sizes.append(upright.size)
-        frames.append(scaled(_colour(upright), vision.patch_size, most))
+        seen = as_seen(image)
+        sizes.append(seen.size)
+        frames.append(scaled(seen, vision.patch_size, most))
     same = [frame for frame in frames if frame.shape == frames[0].shape]
     return to_picture(same, vision, sizes[0])
 
@@ -110,6 +110,11 @@ def _picture(image: Any, vision: VisionConfig, most: int) -> Picture:
 def _bearable(size: tuple[int, int]) -> None:
     if size[0] * size[1] > MOST_PIXELS:
         raise BadImage(f"too large: {size[0]:,} x {size[1]:,} pixels, {MOST_PIXELS:,} at most")
+
+
+def as_seen(image: Any) -> Any:
+    """An opened image's present frame, upright, in mode RGB or RGBA. Decodes it: judge its size before. Raises what decoders raise."""
+    return _colour(_upright(image))
 
 
 def _upright(image: Any) -> Any:
