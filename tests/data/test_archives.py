@@ -114,6 +114,40 @@ def test_damaged_archives_are_named(folder, tmp_path):
             unpack(tmp_path / name, folder, ALL)
 
 
+def spoilt(raw: bytes, at: dict[int, bytes]) -> bytes:
+    """A zip of one member with bytes changed, places in the central directory counted from its start where they are negative."""
+    content, central = bytearray(raw), raw.find(b"PK\x01\x02")
+    for place, new in at.items():
+        start = place if place >= 0 else central - place
+        content[start : start + len(new)] = new
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    "at", [{60: b"\xff" * 200}, {6: b"\x01", -8: b"\x01"}, {8: b"\x63", -10: b"\x63"}], ids=["deflate", "encrypted", "method"]
+)
+def test_members_that_cannot_be_read_are_named(folder, tmp_path, at):
+    with zipfile.ZipFile(tmp_path / "x.whl", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a", bytes(range(256)) * 20)
+    (tmp_path / "x.whl").write_bytes(spoilt((tmp_path / "x.whl").read_bytes(), at))
+    with pytest.raises(UserError, match=r"^x.whl: damaged, or no archive \(.*\); fetch it again$"):
+        unpack(tmp_path / "x.whl", folder, ALL)
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz", "bz2"])
+def test_a_damaged_tar_is_one_line(folder, tmp_path, kind):
+    path = tmp_path / f"x.tar.{kind}"
+    with tarfile.open(path, f"w:{kind}") as file:
+        info = tarfile.TarInfo("a")
+        info.size = 1 << 20
+        file.addfile(info, io.BytesIO(bytes(i * i % 251 for i in range(1 << 20))))
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) // 2] + b"\xff\x00" * 200 + raw[len(raw) // 2 + 400 :])
+    with pytest.raises(UserError, match=r"damaged, or no archive") as caught:
+        unpack(path, folder, ALL)
+    assert "\n" not in str(caught.value)
+
+
 def test_only_what_the_patterns_name_is_written(folder, tmp_path):
     names = ["usr/doc/a.txt", "usr/doc/sub/b.txt", "usr/doc/sub/deep/c.txt", "usr/doc/d.html", "etc/a.txt", "usr/doc.txt"]
     archive = tar(tmp_path / "x.tar.gz", *(("./" + n, n.encode(), "file") for n in names))

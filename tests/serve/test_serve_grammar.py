@@ -143,6 +143,14 @@ def test_a_hostile_schema_is_refused_at_once_or_compiles(schema):
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.parametrize("schema", [{"enum": 5}, {"enum": "abc"}, {"type": "string", "enum": {"a": 1}}, {"type": [{"a": 1}]}, {"type": 5}])
+def test_an_argument_whose_schema_is_none_is_refused_by_name(schema):
+    tool = {"function": {"name": "find", "parameters": {"properties": {"key": schema}}}}
+    with pytest.raises(ApiError, match=r"argument 'key' of 'find'") as caught:
+        GRAMMARS.compile(wanted(Options(tools=[tool], tool_choice="required")), True)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
 def test_tools_have_limits():
     many = [{"function": {"name": f"f{n}"}} for n in range(65)]
     with pytest.raises(ApiError, match="64 at most"):

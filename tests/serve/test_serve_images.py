@@ -8,12 +8,14 @@ import struct
 import zlib
 
 import httpx
+import numpy as np
 import pytest
 from conversations import TOKENIZER
 from PIL import Image
 from serving import END, SHAPES, Scripted, served, small_engine, small_model, written
 
 from atoll.config import ModelConfig, VisionConfig
+from atoll.data.images import reading
 from atoll.serve.errors import ApiError
 from atoll.serve.images import read_image, together
 
@@ -44,6 +46,21 @@ def test_an_image_becomes_patches_of_whole_features():
     assert found.picture.features(VISION) == 6
     assert patches[0, :, 0, 0].tolist() == [1.0, -1.0, -1.0]
     assert patches[23].unique().tolist() == [-1.0]  # the border below and to the right is black
+
+
+def test_an_image_is_seen_as_training_sees_it():
+    """Upright by its EXIF, and of 16-bit grey the upper 8 bits."""
+    tags = Image.Exif()
+    tags[274] = 6  # lies on its left side
+    turned = io.BytesIO()
+    picture(70, 40).save(turned, "JPEG", exif=tags)
+    deep = io.BytesIO()
+    Image.fromarray(np.full((40, 70), 32768, np.uint16)).save(deep, "PNG")
+    for content, kind, size in ((turned, "jpeg", (40, 70)), (deep, "png", (70, 40))):
+        raw = content.getvalue()
+        found, trained = read(f"data:image/{kind};base64," + base64.b64encode(raw).decode()), reading.read_image(raw, VISION)
+        assert found.picture.size == trained.size == size
+        assert found.picture.patches.tobytes() == trained.patches.tobytes()
 
 
 def test_a_large_image_is_made_smaller():

@@ -59,7 +59,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
     probs = sorted_logits.softmax(-1)
     before = probs.cumsum(-1) - probs  # mass of the tokens ahead of each
-    drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= p)
+    drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= max(p, torch.finfo(probs.dtype).tiny))
     return logits.masked_fill(drop, -torch.inf)
 
 
@@ -98,6 +98,7 @@ def penalise(
 def distribution(logits: Tensor, temperature: float = 1.0, top_p: float = 1.0, top_k: int | None = None, min_p: float = 0.0) -> Tensor:
     """Probabilities [..., V] in at least float32 after temperature, top-k, top-p, min-p. Temperature 0 is all mass on the argmax."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.clamp(max=torch.finfo(logits.dtype).max)  # what a penalty divided beyond it is the likeliest, and no NaN
     if temperature == 0:
         return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
     # from the largest down, so that the least temperature overflows to -inf alone

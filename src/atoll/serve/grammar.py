@@ -164,12 +164,22 @@ def _tool(i: int, tool: dict[str, Any], calls: int) -> list[str]:
         raise bad_request(f"tools: the parameters of {short(tool.get('name'))} are no JSON schema of an object", "tools")
     rules, sequence = [], []
     for j, (key, schema) in enumerate(properties.items()):
+        if isinstance(schema, dict) and not _listed(schema):
+            where = f"argument {short(key)} of {short(tool.get('name'))}"
+            raise bad_request(f"tools: {where}: enum is a list, type a name or a list of names", "tools")
         sequence.append(f"arg_{i}_{j}" + ("" if key in required else "?"))
         rules += _argument(f"arg_{i}_{j}", key, schema, {k: v for k, v in parameters.items() if k in ("$defs", "definitions")})
     rules.append(f"args_{i}: " + (" ".join(sequence) or '""'))
     for number in range(1, calls + 1):
         rules.append(f"call_{number}_{i}: {_open('call', tool=str(tool.get('name')), index=str(number))} args_{i} {_close('call')}")
     return rules
+
+
+def _listed(schema: dict[str, Any]) -> bool:
+    """Whether a schema's enum and type are of the forms that JSON schema gives them."""
+    kinds = schema.get("type")
+    names = isinstance(kinds, str | None) or (isinstance(kinds, list) and all(isinstance(k, str) for k in kinds))
+    return names and isinstance(schema.get("enum"), list | None)
 
 
 def _argument(rule: str, key: str, schema: Any, definitions: dict[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import lzma
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -21,6 +23,8 @@ from atoll.data.builder.recipes import Origin, Recipe, matching
 
 MOST_BYTES, MOST_FILES = 1 << 33, 500_000  # of one package, unpacked
 BLOCK = 1 << 20
+# What readers of archives raise; the last two are zipfile's, for members that are encrypted or compressed in a way it does not know.
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError, NotImplementedError)
 
 
 def fetched(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Origin:
@@ -72,8 +76,9 @@ def unpack(archive: Path, folder: Path, patterns: Iterable[str]) -> int:
             if count > MOST_FILES:
                 raise UserError(f"{archive.name}: more than {MOST_FILES:,} files; that is no package of text")
             room -= _written(stream, folder / path, room, archive)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
-        raise UserError(f"{archive.name}: damaged, or no archive ({error}); fetch it again") from error
+    except (*DAMAGED, EOFError, OSError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise UserError(f"{archive.name}: damaged, or no archive ({said}); fetch it again") from error
     return count
 
 

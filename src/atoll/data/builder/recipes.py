@@ -70,6 +70,8 @@ def recipes() -> dict[str, Recipe]:
 
 def resolve(source: str) -> Recipe | Path:
     """The recipe or folder that `source` names; a path has a slash or is a folder. Raises `UserError`."""
+    if not source:  # as a path it would be the folder one stands in
+        raise UserError("source = '': empty; a folder or a recipe is expected")
     known, path = recipes(), Path(source).expanduser()
     if source in known and "/" not in source:
         return known[source]
@@ -136,7 +138,12 @@ def read_text(path: Path) -> str:
     text = decode(raw, repairs)
     if repairs.undecodable > 0.01 * len(raw):
         raise Unreadable("not UTF-8")
-    return html_text(text) if path.name.removesuffix(".gz").endswith((".html", ".htm")) else text
+    if not path.name.removesuffix(".gz").endswith((".html", ".htm")):
+        return text
+    try:
+        return html_text(text)
+    except AssertionError as error:  # how html.parser gives up on some marks
+        raise Unreadable("damaged HTML") from error
 
 
 def _unzipped(path: Path) -> bytes:
