@@ -183,8 +183,8 @@ class StageConfig:
     name: str = "1k"  # shown in every metric and plot
     length: int = 1024  # tokens in one sequence
     share: float = 1.0  # share of the run's steps
-    tokens: int | None = None  # in place of a share, in every stage or in none: tokens to train on, which then settle the run's steps
     batch: int = 8  # sequences in one optimizer step
+    tokens: int | None = None  # in place of a share, in every stage or in none: tokens to train on, which then settle the run's steps
     lr: float = 1.0  # factor on the learning-rate schedule
     micro_batch: int | None = None  # sequences in one forward pass; "none" takes train.micro_batch
     recompute: bool | None = None  # recompute each layer in the backward pass; "none" takes train.gradient_checkpointing

@@ -156,5 +156,5 @@ def test_settings_that_cannot_be() -> None:
     from atoll.parallel import check
 
     config = load_config("tiny", {"stages.0.segment": "128", "parallel.context": "2"})
-    with pytest.raises(ConfigError, match=r"parallel\.context = 2: cuts the same sequences as stages\.0\.segment = 128"):
+    with pytest.raises(ConfigError, match=r"parallel\.context = 2: does not go with stages\.0\.segment = 128"):
         check(dataclasses.replace(config), 2)
