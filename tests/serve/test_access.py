@@ -152,6 +152,14 @@ def test_nothing_is_bound_to_the_network_without_a_key():
         ServerSettings(host=host).check()
 
 
+@pytest.mark.parametrize("limits", [{"drain": float("nan")}, {"drain": -1.0}, {"body_timeout": 0.0}, {"timeout": float("nan")}])
+def test_times_that_never_end_or_never_were_are_refused(limits):
+    name = next(iter(limits)).replace("_", "-")
+    with pytest.raises(UserError, match=f"^{name} = "):
+        ServerSettings(**limits).check()
+    ServerSettings(drain=0.0).check()
+
+
 @pytest.mark.parametrize(
     "keys", [{"keys": ("short",)}, {"keys": ("has\nnewline",)}, {"admin_key": "x"}, {"keys": ("same-key-1",), "admin_key": "same-key-1"}]
 )

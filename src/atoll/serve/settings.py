@@ -47,9 +47,11 @@ class ServerSettings:
             raise UserError("ATOLL_ADMIN_KEY: is a client's key too; give it one of its own")
         if not 0 <= self.port < 65536:
             raise UserError(f"port = {self.port}: 0 (any free one) to 65535 is expected")
-        for field in ("max_model_len", "max_live", "timeout"):
+        for field in ("max_model_len", "max_live", "timeout", "body_timeout"):
             if not getattr(self, field) > 0:
                 raise UserError(f"{field.replace('_', '-')} = {getattr(self, field)}: a number above 0 is expected")
+        if not self.drain >= 0:
+            raise UserError(f"drain = {self.drain}: 0 seconds or more are expected")
 
 
 def is_loopback(host: str) -> bool:

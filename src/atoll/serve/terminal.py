@@ -56,12 +56,14 @@ class Terminal:
     def open(cls, folder: Path, system: str, tokens: int, sampling: Sampling, thinking: bool) -> Terminal:
         """With the model in `folder`. Raises `UserError`."""
         from atoll.hub.load import load_tokenizer
+        from atoll.infer.draw import check as check_sampling
         from atoll.infer.engine import Engine, EngineSettings
         from atoll.model import load
 
         if tokens < 1:
             raise UserError(f"tokens = {tokens}: 1 or more is expected")
         model, tokenizer = load(folder), load_tokenizer(folder)
+        check_sampling(sampling, model.config.vocab_size)
         check_fits(tokenizer, model.config, "tokenizer.json")
         marker_ids(tokenizer)
         return cls(Engine(model, settings=EngineSettings(slots=1)), tokenizer, system, tokens, sampling, thinking)
