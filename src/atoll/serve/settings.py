@@ -41,8 +41,9 @@ class ServerSettings:
         """Raises `UserError`, one line: a public address without a key, keys that are none, limits below one."""
         if not self.keys and not is_loopback(self.host):
             raise UserError(f"host = {self.host}: anyone on the network could use the model; set ATOLL_API_KEY, or bind to 127.0.0.1")
-        if any(len(key) < 8 or not key.isascii() or not key.isprintable() for key in (*self.keys, self.admin_key or "12345678")):
-            raise UserError("ATOLL_API_KEY, ATOLL_ADMIN_KEY: a key has at least 8 printable ASCII characters")
+        given = (*self.keys, *([] if self.admin_key is None else [self.admin_key]))
+        if any(len(key) < 8 or not key.isascii() or not key.isprintable() or key != key.strip() for key in given):
+            raise UserError("ATOLL_API_KEY, ATOLL_ADMIN_KEY: a key has at least 8 printable ASCII characters, no space at its ends")
         if self.admin_key in self.keys:
             raise UserError("ATOLL_ADMIN_KEY: is a client's key too; give it one of its own")
         if not 0 <= self.port < 65536:
