@@ -110,6 +110,13 @@ def test_a_model_cannot_steer_the_terminal(text):
     assert printable("é中😀\n\tz") == "é中😀\n\tz"
 
 
+def test_nor_can_the_name_of_a_tool_it_calls():
+    call = {"id": "1", "type": "function", "function": {"name": "\x1b[2Jfind", "arguments": '{"a": "\\u001b[1m"}'}}
+    shown, _ = talk(scripted({"content": "", "tool_calls": [call]}), ["x"])
+    assert "(calls \ufffd[2Jfind) " in shown
+    assert "\x1b" not in shown
+
+
 def test_sampling_that_cannot_be_is_refused_before_anything_is_asked(tmp_path):
     folder = small_model().save_pretrained(tmp_path / "small", TOKENIZER)
     for wrong, said in (

@@ -74,7 +74,7 @@ def _picture(content: bytes, vision: VisionConfig, max_pixels: int, where: str) 
         raise bad_request("the image cannot be read", where, "invalid_image") from error
     pixels = _scaled(picture, vision.patch_size)
     patches, grid = to_patches(pixels, vision)
-    return Picture(*picture.size, patches, grid, hashlib.blake2b(content, digest_size=16).digest())
+    return Picture(picture.width, picture.height, patches, grid, hashlib.blake2b(content, digest_size=16).digest())
 
 
 def _scaled(picture: Any, patch: int) -> Tensor:

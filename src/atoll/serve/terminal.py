@@ -147,7 +147,7 @@ class _Shown:
 
     def _part(self, kind: str, head: str, text: str) -> None:
         if kind != self._last:
-            self._write(("\n" if self._last else "") + head)
+            self._write(("\n" if self._last else "") + printable(head))
         self._last = kind
         self._write(printable(text))
 
