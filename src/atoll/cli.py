@@ -203,6 +203,12 @@ def evaluate(
         against: mlx-lm, transformers, or a safetensors file of input_ids and logits: compare logits with these instead
         json: print one JSON object
     """
+    of_tasks = {"lengths": lengths, "depths": depths, "out": out}
+    if suite == "bpb" and (unused := {name: value for name, value in of_tasks.items() if value is not None}):
+        name, value = next(iter(unused.items()))
+        raise UserError(f"{name} = {value!r}: of generated tasks alone; name a suite of them, or leave it out")
+    if against is not None and suite != "bpb":
+        raise UserError(f"against = {against!r}: is no part of a suite; ask for one at a time")
     if against is not None:
         from atoll import exchange
         from atoll.evals import parity

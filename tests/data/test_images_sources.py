@@ -133,6 +133,13 @@ def test_a_folder_of_captioned_images(tmp_path):
             assert corpus.tokenizer.decode(sample.ids[sample.prompt :]).startswith(("picture", "<|eos|>")) or sample.prompt == 0
 
 
+def test_a_table_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(28, 28))
+    (tmp_path / "captions.csv").write_text('file_name,text\na.png,"a quote that nobody ends' + "x" * 200_000)
+    with pytest.raises(UserError, match=r"captions\.csv: not a table that can be read \(field larger than .*\)"):
+        corpus_of(tmp_path, tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["captions.jsonl", "captions.csv", "metadata.jsonl"])
 def test_a_table_of_captions(tmp_path, kind):
     album = tmp_path / "album"

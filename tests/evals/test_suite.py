@@ -233,6 +233,9 @@ def test_json_and_the_heat_map(folder, tmp_path, capsys):
         (["--samples", "0"], "1 or more"),
         (["--out", "map.gif"], ".png or .html"),
         (["--suite", "needles"], "is expected"),
+        (["--suite", "bpb", "--lengths", "64"], "lengths = '64': of generated tasks alone; name a suite of them, or leave it out"),
+        (["--suite", "bpb", "--out", "map.png"], "out = 'map.png': of generated tasks alone"),
+        (["--suite", "needle", "--against", "transformers"], "against = 'transformers': is no part of a suite"),
     ],
 )
 def test_mistakes_are_one_line(folder, flags, said, capsys):

@@ -174,6 +174,7 @@ def test_the_verb(tmp_path, capsys, model):
         (["tiny", "--bound", "3"], 'bound = 3.0: a number below 0 is expected, or "none"'),
         (["tiny", "--tile", "0"], "tile = 0: 1 to chunk = 64 tokens are expected"),
         (["tiny", "--text", "x"], "a preset has no weights"),
+        (["none", "--text", "x"], "text = 'x': there is no model to run on it"),
         (["tiny", "--tokens", "0"], "tokens = 0: 1 or more"),
         (["nothing-here"], "no such preset or file"),
     ],

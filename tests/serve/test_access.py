@@ -10,6 +10,7 @@ import pytest
 from serving import Scripted, served, written
 
 from atoll.config import UserError
+from atoll.serve.process import keys_of_environment
 from atoll.serve.settings import ServerSettings
 
 SAY = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
@@ -36,7 +37,20 @@ def get(s, path="/v1/models", key=None, **headers):
     return httpx.get(s.url + path, headers=given | ({"Authorization": f"Bearer {key}"} if key else {}))
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "", "[::1", "127.0.0.2"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:80",
+        "",
+        "[::1",
+        "127.0.0.2",
+        "localhost:80@evil.example",
+        "[::1].evil.example",
+        "127.0.0.1:x",
+    ],
+)
 def test_a_rebound_name_is_refused(plain, host):
     answer = get(plain, Host=host)
     assert answer.status_code == 403
@@ -152,9 +166,36 @@ def test_nothing_is_bound_to_the_network_without_a_key():
         ServerSettings(host=host).check()
 
 
+@pytest.mark.parametrize("limits", [{"drain": float("nan")}, {"drain": -1.0}, {"body_timeout": 0.0}, {"timeout": float("nan")}])
+def test_times_that_never_end_or_never_were_are_refused(limits):
+    name = next(iter(limits)).replace("_", "-")
+    with pytest.raises(UserError, match=f"^{name} = "):
+        ServerSettings(**limits).check()
+    ServerSettings(drain=0.0).check()
+
+
 @pytest.mark.parametrize(
-    "keys", [{"keys": ("short",)}, {"keys": ("has\nnewline",)}, {"admin_key": "x"}, {"keys": ("same-key-1",), "admin_key": "same-key-1"}]
+    "keys",
+    [
+        {"keys": ("short",)},
+        {"keys": ("has\nnewline",)},
+        {"keys": (" begins-with-space",)},
+        {"admin_key": "ends-with-space "},
+        {"admin_key": "x"},
+        {"keys": ("same-key-1",), "admin_key": "same-key-1"},
+    ],
 )
 def test_keys_that_are_none_are_refused(keys):
     with pytest.raises(UserError, match="ATOLL_"):
         ServerSettings(**keys).check()
+
+
+def test_a_variable_without_a_key_in_it_does_not_open_the_server(monkeypatch):
+    monkeypatch.setenv("ATOLL_ADMIN_KEY", " admin-key-1 ")
+    for given, keys in (("", ()), (" one-long-key , ", ("one-long-key",))):
+        monkeypatch.setenv("ATOLL_API_KEY", given)
+        assert keys_of_environment() == {"keys": keys, "admin_key": "admin-key-1"}
+    for given in (",", "  ", " , "):
+        monkeypatch.setenv("ATOLL_API_KEY", given)
+        with pytest.raises(UserError, match="ATOLL_API_KEY: no key is in it"):
+            keys_of_environment()

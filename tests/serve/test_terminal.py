@@ -12,6 +12,7 @@ import pytest
 from conversations import TOKENIZER
 from serving import Scripted, small_engine, small_model, written
 
+from atoll.config import UserError
 from atoll.infer.request import Sampling
 from atoll.serve.terminal import Terminal, printable
 
@@ -107,6 +108,24 @@ def test_every_turn_begins_with_the_ids_of_the_one_before():
 def test_a_model_cannot_steer_the_terminal(text):
     assert not any(c in printable(text) for c in "\x1b\x07\r\x9b‮")
     assert printable("é中😀\n\tz") == "é中😀\n\tz"
+
+
+def test_nor_can_the_name_of_a_tool_it_calls():
+    call = {"id": "1", "type": "function", "function": {"name": "\x1b[2Jfind", "arguments": '{"a": "\\u001b[1m"}'}}
+    shown, _ = talk(scripted({"content": "", "tool_calls": [call]}), ["x"])
+    assert "(calls \ufffd[2Jfind) " in shown
+    assert "\x1b" not in shown
+
+
+def test_sampling_that_cannot_be_is_refused_before_anything_is_asked(tmp_path):
+    folder = small_model().save_pretrained(tmp_path / "small", TOKENIZER)
+    for wrong, said in (
+        (Sampling(temperature=-1.0), "temperature = -1.0"),
+        (Sampling(top_k=0), "top_k = 0"),
+        (Sampling(seed=2**64), "seed ="),
+    ):
+        with pytest.raises(UserError, match=said):
+            Terminal.open(folder, "", 8, wrong, True)
 
 
 def test_the_verb_reads_from_a_pipe(tmp_path):

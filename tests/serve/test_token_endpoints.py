@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 
 import httpx
 import numpy as np
 import pytest
 import torch
 from conversations import PLAIN, TOKENIZER, TOOLS
-from serving import small_engine, small_model
+from serving import served, small_engine, small_model
 
 from atoll.data.chat import render, tokenize
 from atoll.infer.request import Request, Sampling
@@ -82,3 +83,18 @@ def test_tokens_of_a_text_and_back(server):
 def test_tokens_of_a_conversation_are_those_that_chat_reads(server):
     found = post(server, "/tokenize", messages=PLAIN, tools=TOOLS).json()["tokens"]
     assert found == tokenize(render(PLAIN, TOOLS, add_generation_prompt=True), TOKENIZER)[0]
+
+
+def test_names_of_many_tokens_do_not_hold_up_the_others(monkeypatch):
+    with served() as s:
+        threads, text = set(), s.service.names.text
+
+        def noted(id):
+            threads.add(threading.current_thread())
+            return text(id)
+
+        monkeypatch.setattr(s.service.names, "text", noted)
+        answer = httpx.post(s.url + "/tokenize", json={"prompt": "some words", "return_token_strs": True}).json()
+        assert len(answer["token_strs"]) == answer["count"]
+        assert threads
+        assert s.thread not in threads  # which is the event loop's

@@ -112,6 +112,26 @@ def test_a_wrong_request_is_answered_by_name(asked, path, body, status, param, m
     assert reached == 0
 
 
+LONG = "n" * 50_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": SAY, "model": LONG},
+        {"messages": SAY, "logit_bias": {LONG: 1}},
+        {"messages": SAY, "max_tokens": int("9" * 4000)},
+        {"messages": [{"role": LONG, "content": "x"}]},
+        {"messages": SAY, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"function": {"name": LONG}}},
+    ],
+)
+def test_an_error_does_not_send_back_what_was_sent(asked, body):
+    answer, reached = asked(CHAT, body)
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 1000
+    assert reached == 0
+
+
 def test_unknown_fields_are_passed_over(asked):
     answer, reached = asked(
         CHAT, {"messages": SAY, "service_tier": "auto", "store": False, "anything": {"else": 1}, "metadata": {"a": "b"}}

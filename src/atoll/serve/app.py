@@ -165,7 +165,7 @@ def _validation(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return bad_request("the body is not JSON", code="invalid_json")
     places = [str(p) for p in first["loc"] if p != "body" and "[" not in str(p)]
-    param = ".".join(places) or None
+    param = ".".join(places)[:100] or None  # names of the request's own may be among them
     return bad_request(f"{param or 'body'}: {first['msg']}", param)
 
 

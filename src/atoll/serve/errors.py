@@ -41,5 +41,6 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def too_long(asked: int, limit: int, param: str) -> ApiError:
     """400 with the code that clients test to shorten a conversation."""
-    message = f"This model's maximum context length is {limit} tokens, and {asked} are asked for; shorten {param} or lower max_tokens"
+    count = asked if asked < 10**12 else "more than 10^12"
+    message = f"This model's maximum context length is {limit} tokens, and {count} are asked for; shorten {param} or lower max_tokens"
     return ApiError(400, message, param, "context_length_exceeded")

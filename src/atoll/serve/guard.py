@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 from typing import Any
 
 from atoll.serve.errors import ApiError
@@ -90,9 +91,9 @@ class Guard:
 
 
 def _name(host: str) -> str:
-    """A Host header without its port, in small letters."""
-    host = host.lower()
-    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    """A Host header without its port, in small letters; as it is where it is no name and port."""
+    found = re.fullmatch(r"(\[[0-9a-f:.]*\]|[^\[\]:]*)(:[0-9]*)?", host.lower())
+    return found[1] if found else host
 
 
 def _replay(body: bytes, receive: Any) -> Any:

@@ -29,9 +29,12 @@ from atoll.serve.settings import ServerSettings
 
 def keys_of_environment() -> dict[str, Any]:
     """`keys` and `admin_key` of the settings: ATOLL_API_KEY (several with commas between) and ATOLL_ADMIN_KEY. Words of a command are
-    seen by every user of a machine, its environment is not."""
-    keys = tuple(key.strip() for key in os.environ.get("ATOLL_API_KEY", "").split(",") if key.strip())
-    return {"keys": keys, "admin_key": os.environ.get("ATOLL_ADMIN_KEY") or None}
+    seen by every user of a machine, its environment is not. Raises `UserError` for a variable that holds no key."""
+    given = os.environ.get("ATOLL_API_KEY", "")
+    keys = tuple(key.strip() for key in given.split(",") if key.strip())
+    if given and not keys:
+        raise UserError("ATOLL_API_KEY: no key is in it; give one, or unset it to serve without")
+    return {"keys": keys, "admin_key": os.environ.get("ATOLL_ADMIN_KEY", "").strip() or None}
 
 
 def serve(folder: Path, settings: ServerSettings, engine: EngineSettings, dtype: torch.dtype | None, device: str) -> None:

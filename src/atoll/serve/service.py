@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from atoll.config import ModelConfig, UserError
+from atoll.data.messages import short
 from atoll.data.tokenizer import Tokenizer
 from atoll.infer.request import Request, Step
 from atoll.serve.answers import Ending
@@ -39,7 +40,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 for a model that is not served here."""
         if name is not None and name != self.settings.name:
-            raise ApiError(404, f"model {name!r}: {self.settings.name!r} is served here", "model", "model_not_found")
+            raise ApiError(404, f"model {short(name)}: {self.settings.name!r} is served here", "model", "model_not_found")
 
     def check_size(self, characters: int, param: str) -> None:
         """Refuse, before it is tokenised, a text that no tokenisation could make short enough."""

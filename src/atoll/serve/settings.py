@@ -41,15 +41,18 @@ class ServerSettings:
         """Raises `UserError`, one line: a public address without a key, keys that are none, limits below one."""
         if not self.keys and not is_loopback(self.host):
             raise UserError(f"host = {self.host}: anyone on the network could use the model; set ATOLL_API_KEY, or bind to 127.0.0.1")
-        if any(len(key) < 8 or not key.isascii() or not key.isprintable() for key in (*self.keys, self.admin_key or "12345678")):
-            raise UserError("ATOLL_API_KEY, ATOLL_ADMIN_KEY: a key has at least 8 printable ASCII characters")
+        given = (*self.keys, *([] if self.admin_key is None else [self.admin_key]))
+        if any(len(key) < 8 or not key.isascii() or not key.isprintable() or key != key.strip() for key in given):
+            raise UserError("ATOLL_API_KEY, ATOLL_ADMIN_KEY: a key has at least 8 printable ASCII characters, no space at its ends")
         if self.admin_key in self.keys:
             raise UserError("ATOLL_ADMIN_KEY: is a client's key too; give it one of its own")
         if not 0 <= self.port < 65536:
             raise UserError(f"port = {self.port}: 0 (any free one) to 65535 is expected")
-        for field in ("max_model_len", "max_live", "timeout"):
+        for field in ("max_model_len", "max_live", "timeout", "body_timeout"):
             if not getattr(self, field) > 0:
                 raise UserError(f"{field.replace('_', '-')} = {getattr(self, field)}: a number above 0 is expected")
+        if not self.drain >= 0:
+            raise UserError(f"drain = {self.drain}: 0 seconds or more are expected")
 
 
 def is_loopback(host: str) -> bool:

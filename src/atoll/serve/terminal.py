@@ -56,12 +56,14 @@ class Terminal:
     def open(cls, folder: Path, system: str, tokens: int, sampling: Sampling, thinking: bool) -> Terminal:
         """With the model in `folder`. Raises `UserError`."""
         from atoll.hub.load import load_tokenizer
+        from atoll.infer.draw import check as check_sampling
         from atoll.infer.engine import Engine, EngineSettings
         from atoll.model import load
 
         if tokens < 1:
             raise UserError(f"tokens = {tokens}: 1 or more is expected")
         model, tokenizer = load(folder), load_tokenizer(folder)
+        check_sampling(sampling, model.config.vocab_size)
         check_fits(tokenizer, model.config, "tokenizer.json")
         marker_ids(tokenizer)
         return cls(Engine(model, settings=EngineSettings(slots=1)), tokenizer, system, tokens, sampling, thinking)
@@ -145,7 +147,7 @@ class _Shown:
 
     def _part(self, kind: str, head: str, text: str) -> None:
         if kind != self._last:
-            self._write(("\n" if self._last else "") + head)
+            self._write(("\n" if self._last else "") + printable(head))
         self._last = kind
         self._write(printable(text))
 

@@ -135,7 +135,9 @@ async def tokenize(service: Service, body: TokenizeRequest) -> Any:
         raise bad_request("one of prompt and messages is expected", "prompt")
     ids = await service.prepare(_tokenize, service, body)
     out: dict[str, Any] = {"count": len(ids), "max_model_len": service.settings.max_model_len, "tokens": ids}
-    return Json({**out, "token_strs": [service.names.text(i) for i in ids]} if body.return_token_strs else out)
+    if body.return_token_strs:
+        out["token_strs"] = await service.prepare(lambda: [service.names.text(i) for i in ids])
+    return Json(out)
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:

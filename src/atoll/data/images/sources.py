@@ -135,7 +135,10 @@ def _table(root: Path, field: str) -> dict[str, str]:
             continue
         text = decode(path.read_bytes(), Repairs())
         if path.suffix == ".csv":
-            rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
+            try:
+                rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
+            except csv.Error as error:
+                raise UserError(f"{path}: not a table that can be read ({error}); give comma-separated values, quotes closed") from None
         else:
             rows = [_object(line) for line in text.splitlines() if line.strip()]
         found = {}
