@@ -360,11 +360,18 @@ def event_writer() -> Callable[[Any], None]:
         nonlocal last
         if event.kind == "call" or event.kind not in (last, "arguments"):
             heads = {"thinking": "(thinks) ", "content": "", "call": f"(calls {event.name}) ", "end": ""}
-            write(("\n" if last else "") + heads[event.kind])
-        write(event.text)
+            write_model(("\n" if last else "") + heads[event.kind])
+        write_model(event.text)
         last = event.kind
 
     return show
+
+
+def write_model(text: str) -> None:
+    """Print a piece of what a model wrote: to a terminal without what would steer it, to a file or a pipe as it is."""
+    from atoll.infer.stream import printable
+
+    write(printable(text) if sys.stdout.isatty() else text)
 
 
 def write(text: str) -> None:

@@ -85,7 +85,7 @@ def sample(
         answer = reply(model, tokenizer, question, None, thinking, tokens, temperature, top_p, top_k, seed, show, shown)
         sys.stdout.write("" if answer.finished else f"(cut off after {tokens} tokens)\n")
         return
-    continue_text(model, tokenizer, text, tokens, temperature, top_p, top_k, seed, arguments.write, True, shown)
+    continue_text(model, tokenizer, text, tokens, temperature, top_p, top_k, seed, arguments.write_model, True, shown)
     sys.stdout.write("\n")
 
 

@@ -13,6 +13,7 @@ from atoll.config import UserError
 from atoll.data.chat import marker_ids
 from atoll.data.tokenizer import Tokenizer, check_fits
 from atoll.infer.request import Request, Sampling
+from atoll.infer.stream import printable
 from atoll.serve.answers import ChatReader
 from atoll.serve.memory import Memory
 from atoll.serve.prompt import Options, build_prompt
@@ -155,8 +156,3 @@ class _Shown:
         """The line's end, and why it came if not by itself."""
         why = {"length": "(cut off: --tokens)", "cancelled": "(stopped)", "error": f"(failed: {error})"}.get(finish or "", "")
         return ("\n" if self._last else "") + (why + "\n" if why else "")
-
-
-def printable(text: str) -> str:
-    """`text` without what would steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

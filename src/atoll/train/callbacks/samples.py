@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from atoll.data.chat import render, tokenize
+from atoll.infer.stream import printable
 from atoll.train.callbacks.base import Callback, record
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Samples(Callback):
     def act(self, trainer: Trainer) -> None:
         text = sample(trainer)
         record(trainer, {"kind": "sample", "step": trainer.step, "text": text})
-        shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4))
+        shown = printable(text.expandtabs(4))
         trainer.screen.say("  | " + shown.replace("\n", "\n  | "))
 
 
