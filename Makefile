@@ -1,6 +1,7 @@
 # make train   sets up .venv and trains the whole blueprint, small, on this machine's own text
+# make train-vl   the same with a vision tower that learns to read, from pictures drawn on this machine
 # make test    sets up .venv and passes lint, types, the import contract and the tests
-# make test-adapters   sets up .venv-adapters and holds Atoll against mlx-lm, transformers, trl, peft and compressed-tensors
+# make test-adapters   sets up .venv-adapters and holds Atoll against mlx-lm, transformers, trl, peft, compressed-tensors and lm-eval
 # A fresh machine needs Python 3.11 or newer, make and git.
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --ignore=tests/adapters
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-adapters test-all lint format clean
+.PHONY: help setup train train-vl test test-adapters test-all lint format clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -31,6 +32,9 @@ setup: $(READY)  ## make .venv and install everything into it
 
 train: $(READY)  ## train CONFIG (tiny) for five minutes; ARGS="--minutes 30" for longer
 	$(BIN)/atoll train $(CONFIG) $(ARGS)
+
+train-vl: $(READY)  ## train tiny-vl for eight minutes: words and digits drawn on the spot, read aloud; ARGS as for train
+	$(BIN)/atoll train tiny-vl $(ARGS)
 
 test: lint  ## lint, types, import contract, and the tests (minutes)
 	$(PYTEST) -m "not slow"

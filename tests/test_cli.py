@@ -161,7 +161,7 @@ def test_resume_reads_the_runs_own_config(trained):
     ("words", "says"),
     [
         ("trian tiny", ["trian", "did you mean train?"]),
-        ("frobnicate", ["frobnicate", "train, sample, eval, compare, report, plan, audit, export, import"]),
+        ("xyzzy", ["xyzzy", "train, sample, chat, serve, eval, compare, report, plan, audit, export, import"]),
         ("train", ["CONFIG", "tiny"]),
         ("train tinny", ["tinny", "did you mean 'tiny'"]),
         ("train no/such.toml", ["no/such.toml", "no such preset or file"]),
@@ -194,7 +194,7 @@ def test_resume_reads_the_runs_own_config(trained):
         ("sample . text", ["config.toml"]),
         ("sample . text --tokens many", ["tokens = 'many'", "a whole number is expected", "atoll sample --help"]),
         ("sample . text --tokes 3", ["--tokes", "did you mean --tokens?"]),
-        ("sample . text more", ["more", "quotes"]),
+        ("report . more", ["more", "quotes"]),
         ("sample . text --temperature warm", ["temperature = 'warm'", "a number is expected"]),
         ("sample . text --tokens", ["--tokens", "a value is expected"]),
         ("export . x --dtype float16", ["dtype = 'float16'", "one of bfloat16, float32 is expected"]),
@@ -328,6 +328,20 @@ def test_sample_continues_text_and_repeats_by_seed(run, part, capsys):
     assert len(texts[0]) > len("def parse\n")
 
 
+def test_sample_takes_several_prompts_and_answers_programs(run, capsys):
+    assert cli.main(["sample", str(run), "def parse", "class A", "--tokens", "9", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["answers"]
+    assert [a["prompt"] for a in (first, second)] == ["def parse", "class A"]
+    assert all(len(a["ids"]) == len(a["logprobs"]) <= 9 and max(a["logprobs"]) <= 0 for a in (first, second))
+    assert {first["finish"], second["finish"]} <= {"stop", "length"}
+    assert cli.main(["sample", str(run), "def parse", "class A", "--tokens", "9"]) == 0
+    assert capsys.readouterr().out == f"def parse{first['text']}\n----\nclass A{second['text']}\n"
+    assert cli.main(["sample", str(run), "def parse", "--tokens", "9"]) == 0
+    assert capsys.readouterr().out == f"def parse{first['text']}\n"  # alone and streamed: the same seed, the same text
+    assert cli.main(["sample", str(run), "class A", "--tokens", "9", "--seed", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answers"][0]["ids"] == second["ids"]
+
+
 def test_plan_reads_a_run_and_a_hub_folder(run, capsys):
     totals = []
     for name in (run, run / "model", run / "config.toml"):
@@ -347,6 +361,7 @@ def test_sample_refuses_a_damaged_model_and_a_foreign_tokenizer(run, tmp_path, c
     assert "not the tokenizer" in refusal(capsys, "sample", str(folder), "x")
     for flag, value in (("temperature", "-1"), ("top_p", "2"), ("top_k", "0"), ("tokens", "-3")):
         assert flag in refusal(capsys, "sample", str(run), "x", f"--{flag.replace('_', '-')}", value)
+        assert flag.replace("tokens", "max_tokens") in refusal(capsys, "sample", str(run), "x", "y", f"--{flag.replace('_', '-')}", value)
 
 
 def test_eval_measures_the_held_out_files(run, capsys):

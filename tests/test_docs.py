@@ -20,7 +20,7 @@ def blocks(page: Path, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-@pytest.mark.parametrize(("page", "block"), [("README.md", 0), ("docs/vision.md", 0), ("docs/vision.md", 1)])
+@pytest.mark.parametrize(("page", "block"), [("README.md", 0), ("docs/vision.md", 0), ("docs/vision.md", 1), ("docs/inference.md", 0)])
 def test_python_runs(page, block):
     exec(compile(blocks(ROOT / page, "python")[block], page, "exec"), {})
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import inspect
 import io
 import json
@@ -146,7 +147,7 @@ PARSER_SAYS: dict[str, Callable[..., str]] = {
     r"Unrecognized options: (.*)": "{}: more than is expected; a text of several words is put in quotes".format,
     r"Error parsing --(\S+): invalid literal for int\(\)[^:]*: (.*)": "{} = {}: a whole number is expected".format,
     r"Error parsing --(\S+): could not convert string to float: (.*)": "{} = {}: a number is expected".format,
-    r"invalid choice (.*) for argument '--(\S+)'\. Expected one of (.*)": _one_of,
+    r"invalid choice (.*) for argument '-*(\S+)'\. Expected one of (.*)": _one_of,
     r"Error parsing -*(\S+): (.*)": "{}: {}".format,
 }
 
@@ -328,9 +329,27 @@ def model_folder(run: str) -> Path:
     return folder
 
 
+def model_name(folder: Path) -> str:
+    """What a model is called: its folder's name, or its run's where that is `model`."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "model" else folder.name
+
+
+def need(extra: str, *packages: str) -> None:
+    """Raises `UserError` where a package of `atoll[extra]` is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{', '.join(missing)}: not installed; pip install 'atoll[{extra}]'")
+
+
 def show(result: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> None:
     """Print `result` for a program or for a person."""
     print(json.dumps(result) if as_json else render(result).rstrip("\n"))
+
+
+def say(line: str) -> None:
+    """Print one line of progress, apart from results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def event_writer() -> Callable[[Any], None]:
@@ -341,11 +360,18 @@ def event_writer() -> Callable[[Any], None]:
         nonlocal last
         if event.kind == "call" or event.kind not in (last, "arguments"):
             heads = {"thinking": "(thinks) ", "content": "", "call": f"(calls {event.name}) ", "end": ""}
-            write(("\n" if last else "") + heads[event.kind])
-        write(event.text)
+            write_model(("\n" if last else "") + heads[event.kind])
+        write_model(event.text)
         last = event.kind
 
     return show
+
+
+def write_model(text: str) -> None:
+    """Print a piece of what a model wrote: to a terminal without what would steer it, to a file or a pipe as it is."""
+    from atoll.infer.stream import printable
+
+    write(printable(text) if sys.stdout.isatty() else text)
 
 
 def write(text: str) -> None:

@@ -140,10 +140,15 @@ class BalanceConfig:
 class DataConfig:
     """Where the text comes from and how it becomes samples."""
 
-    kind: Literal["text", "chat"] = "text"  # "chat": .jsonl conversations, trained on what their assistants say
-    source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet
+    kind: Literal["text", "chat", "synthetic", "images"] = "text"  # chat: .jsonl conversations; synthetic: tasks; images: docs/vision.md
+    source: str = "stdlib"  # "stdlib", a folder, or a file: text, source, .jsonl, .parquet; of images: "rendered", folder, .jsonl, .tar
     text_field: str = "text"  # field of a JSONL or parquet record that holds the text
     suffixes: tuple[str, ...] = ()  # file endings read from a folder; empty takes every text file
+    tasks: tuple[str, ...] = ()  # of synthetic: generated tasks, drawn alike often; their answers alone are learnt (docs/evaluations.md)
+    text_share: float = 0.0  # of synthetic: share of the rows that are text of the source
+    fonts: tuple[str, ...] = ()  # of rendered images: font files (.ttf, .otf) that words are drawn in; empty takes DejaVu Sans Mono
+    image_patches: int = 65536  # of images: most patches of one; a larger one is scaled down
+    image_cut: Literal["move", "refuse"] = "move"  # of images: one that a row's end would cut begins the next, or ends the run's start
     thinking: bool = True  # of chat: assistants have a think channel, also an empty one; a conversation may say otherwise
     heldout: float = 0.02  # share of the documents kept for validation, by a hash of path or text
     max_bytes: int | None = None  # stop reading the training split after this many bytes
@@ -178,8 +183,8 @@ class StageConfig:
     name: str = "1k"  # shown in every metric and plot
     length: int = 1024  # tokens in one sequence
     share: float = 1.0  # share of the run's steps
-    tokens: int | None = None  # in place of a share, in every stage or in none: tokens to train on, which then settle the run's steps
     batch: int = 8  # sequences in one optimizer step
+    tokens: int | None = None  # in place of a share, in every stage or in none: tokens to train on, which then settle the run's steps
     lr: float = 1.0  # factor on the learning-rate schedule
     micro_batch: int | None = None  # sequences in one forward pass; "none" takes train.micro_batch
     recompute: bool | None = None  # recompute each layer in the backward pass; "none" takes train.gradient_checkpointing
@@ -207,6 +212,7 @@ class TrainConfig:
     sample_prompt: str = "def parse"  # what the samples continue
     save_every: int = 100  # steps between checkpoints
     keep: int = 2  # checkpoints kept
+    async_save: bool = True  # write them beside the next steps, from a copy in the host's memory; not where that has no room for one
     skip_spike: float | None = 3.0  # skip a step whose gradient norm is over this many times its running mean; "none" is off
     evaluate: bool = True  # at the end, measure the whole held-out split beside gzip and xz
     report: bool = True  # at the end, write report.html and plots
@@ -221,8 +227,10 @@ class ParallelConfig:
     data_shard: int = 1  # processes that share weights, gradients and optimizer state, each on samples of its own
     expert: int = 1  # processes that share the routed experts out among them, each on samples of its own
     context: int = 1  # processes that cut sequences among them, on the same samples
-    pipeline: int = 1  # processes that cut the layers among them (not built yet)
-    tensor: int = 1  # processes that cut heads and vocabulary among them (not built yet)
+    pipeline: int = 1  # processes that cut the layers among them, on the same samples; micro-batches pass from one to the next (1F1B)
+    pipeline_virtual: int = 1  # stages of layers that each process of the pipeline holds; from 2 on the schedule is interleaved 1F1B
+    pipeline_cut: tuple[int, ...] = ()  # first layer of every stage but the first, as 3,6,9; empty: as many layers for each
+    tensor: int = 1  # processes that cut heads, inner widths and vocabulary among them, on the same samples
 
 
 @dataclass(frozen=True)
@@ -629,6 +637,12 @@ def _validate_train(config: Config) -> None:
         _refuse("train.steps", None, "set train.steps, train.epochs or train.minutes")
     if d.kind == "chat" and d.source == "stdlib":
         _refuse("data.source", d.source, 'with data.kind = "chat" a .jsonl file of conversations, or a folder of them, is expected')
+    if (d.kind == "synthetic") != bool(d.tasks):
+        _refuse("data.tasks", list(d.tasks), 'tasks and data.kind = "synthetic" go together: name some, as mqar,copy, or leave both out')
+    if not 0 <= d.text_share < 1 or (d.text_share and d.kind != "synthetic"):
+        _refuse("data.text_share", d.text_share, 'a share from 0 up to 1 is expected, with data.kind = "synthetic"')
+    if d.kind == "images":
+        _validate_images(config)
     if not 0 < d.heldout < 1:
         _refuse("data.heldout", d.heldout, "a share between 0 and 1 is expected")
     if not 0 <= o.warmup < 1:
@@ -638,3 +652,22 @@ def _validate_train(config: Config) -> None:
         if size is not None and stage.batch % size and stage.batch > size:
             name = "train.micro_batch" if stage.micro_batch is None else f"stages.{i}.micro_batch"
             _refuse(name, size, f"must divide stages.{i}.batch = {stage.batch}")
+
+
+def _validate_images(config: Config) -> None:
+    d, p = config.data, config.parallel
+    _positive(d, "data.", ["image_patches"])
+    if config.model.vision is None:
+        _refuse("data.kind", d.kind, "this model has no vision tower; set model.vision, or start from tiny-vl")
+    if d.source == "stdlib":
+        _refuse("data.source", d.source, 'with data.kind = "images" a folder, a .jsonl or .tar file of pictures, or "rendered" is expected')
+    if d.fonts and d.source != "rendered":
+        _refuse("data.fonts", list(d.fonts), 'words are drawn with data.source = "rendered"; leave it out')
+    for i, stage in enumerate(config.stages):
+        if stage.segment is not None:
+            _refuse(f"stages.{i}.segment", stage.segment, "rows with images are computed whole; leave it out")
+    for axis in ("context", "pipeline"):
+        if getattr(p, axis) > 1:
+            _refuse(
+                f"parallel.{axis}", getattr(p, axis), "rows with images are not cut; spread the run by data_replicate, data_shard, expert"
+            )

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.config import BalanceConfig, ModelConfig, UserError, load_config, validate_model
 from atoll.nn.balancer import Balancer, Reduce
-from atoll.nn.block_residual import DepthProbe
+from atoll.nn.block_residual import DepthProbe, Stream
 from atoll.nn.cache import Cache, empty_cache
 from atoll.nn.carry import SegmentCache
 from atoll.nn.decoder import LanguageModel
@@ -22,7 +21,6 @@ from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
 from atoll.nn.media import MediaLayout, place_media, refuse_media
 from atoll.nn.vision import build_vision
-from atoll.ops.loss import linear_cross_entropy
 
 IGNORE = -100
 
@@ -32,7 +30,7 @@ class Output:
     """What a forward pass returns. `loss` is the mean over `num_targets` counted targets; `routing` holds ids [T,k] a MoE layer.
 
     `balance_loss`: in training under `balance.kind = "aux"`, the layers' auxiliary losses, summed: a mean over the tokens that are no
-    padding, to be added to `loss`, which never holds it.
+    padding, to be added to `loss`, which never holds it. `stream`: what some of the layers leave for those that follow.
     """
 
     logits: Tensor | None
@@ -41,6 +39,7 @@ class Output:
     cache: Cache | None
     routing: list[Tensor]
     balance_loss: Tensor | None = None
+    stream: Stream | None = None
 
 
 class Model(nn.Module):
@@ -109,7 +108,7 @@ class Model(nn.Module):
         return sum(p.numel() for p in self.parameters()) + biases
 
     def new_cache(self, batch: int) -> Cache:
-        """An empty cache for `batch` sequences that advance together."""
+        """An empty cache for `batch` sequences that advance together (what holds others: `atoll.nn.pooled_cache`)."""
         return empty_cache(batch, [self.config.is_kda(i) for i in range(self.config.num_hidden_layers)])
 
     # -------------------------------------------------- forward
@@ -122,10 +121,14 @@ class Model(nn.Module):
         pixel_values: Tensor | None = None,
         grid_thws: Tensor | None = None,
         cache: Cache | None = None,
-        logits: bool | None = None,
+        logits: bool | Tensor | None = None,
         routing: Iterable[Tensor] | None = None,
         record: dict[str, Any] | None = None,
         shifted: bool = False,
+        embeds: Tensor | None = None,
+        stream: Stream | None = None,
+        layers: range | None = None,
+        blank: bool = False,
     ) -> Output:
         """Logits [B,T,V] in at least float32, or the loss.
 
@@ -138,35 +141,49 @@ class Model(nn.Module):
                 or one an image: then the row grows in place, and logits, routing, cache and documents with it.
                 With images a padding token embeds to zero, as in the hub's own merge.
             cache: from `new_cache`; moved on in place. A `SegmentCache`: this is a segment of a longer row, with gradients.
-            logits: whether to return logits; by default when there are no labels.
+            logits: whether to return logits, by default when there are no labels; or int64 [n], the positions to return them at.
             routing: experts to force, ids [B·T,k] a MoE layer, as an earlier call returned them.
+            blank: without images, let the vision tower see one blank patch that adds nothing and whose gradients are zero, for a process
+                among others that have images. It then embeds padding as they do.
             shifted: `labels` are targets already: each stands where it is predicted, as for a part of a longer row.
             record: a dict to fill with probes: "depth_weights", "depth_rms" (output and running sum of each sublayer), "decay", "load",
                 and "depth_gradients", RMS at each sublayer's output, NaN until a backward pass.
+            embeds: [B,T,D], in place of the embedding of `input_ids`: a part of a row whose images were embedded before (`features`,
+                `embed_text`). Not with pixel_values.
+            layers: run these alone, on the `stream` that those before left; without the last of all, the result is a `stream` again.
+                `routing`, `record` and the result's balancing loss are then of these.
         """
         self._check(input_ids, labels, cu_seqlens, cache)
-        embeds = None
+        if embeds is not None and (pixel_values is not None or grid_thws is not None):
+            raise ValueError("embeds and pixel_values: the images are in the one or come as the other; give one of the two")
         if pixel_values is not None or grid_thws is not None:
             layout, embeds = self._merge(input_ids, pixel_values, grid_thws)
             input_ids = layout.fill(input_ids, self._placeholder())
             labels = None if labels is None else layout.fill(labels, IGNORE)
             cu_seqlens = None if cu_seqlens is None else layout.bounds(cu_seqlens)
-        elif self.vision_tower is not None and (cache is None or input_ids.shape[1] > 1):  # a sampled one, fed back alone, is text
-            refuse_media(input_ids, self._placeholder())
-        routes = self._routes(routing)
+        elif embeds is None and self.vision_tower is not None and (cache is None or input_ids.shape[1] > 1):
+            refuse_media(input_ids, self._placeholder())  # a sampled one, fed back alone, is text
+            embeds = self._blank(input_ids) if blank else None
+        layers = range(self.config.num_hidden_layers) if layers is None else layers
+        routes = self._routes(routing, layers)
         probe = self._start_probes(record)
         mask = input_ids.ne(self.config.pad_token_id) if self.training else None
         call = {"cu_seqlens": cu_seqlens, "cache": cache, "mask": mask, "routing": routes, "probe": probe}
-        hidden = self.language_model.model(input_ids, embeds=embeds, **call)
-        if cache is not None:
+        hidden = self.language_model.model(input_ids, embeds=embeds, stream=stream, layers=layers, **call)
+        if cache is not None and layers.stop == self.config.num_hidden_layers:
             cache.length += input_ids.shape[1]
         if record is not None:
-            self._finish_probes(record, probe or DepthProbe(), routes)
-        loss, count = (None, None) if labels is None else self._loss(hidden, labels if shifted else next_tokens(labels, cu_seqlens))
-        scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
+            self._finish_probes(record, probe or DepthProbe(), routes, layers)
         extra = [r.balance_loss for r in routes if r.balance_loss is not None]
         routed = [r.ids for r in routes if r.ids is not None]
-        return Output(scores, loss, count, cache, routed, torch.stack(extra).sum() if extra else None)
+        rest = {"routing": routed, "balance_loss": torch.stack(extra).sum() if extra else None}
+        if isinstance(hidden, Stream):
+            return Output(None, None, None, cache, stream=hidden, **rest)
+        loss, count = (None, None) if labels is None else self._loss(hidden, labels if shifted else next_tokens(labels, cu_seqlens))
+        if isinstance(logits, Tensor):
+            hidden, logits = hidden.index_select(1, logits), True
+        scores = self._logits(hidden) if logits or (logits is None and labels is None) else None
+        return Output(scores, loss, count, cache, **rest)
 
     def _check(self, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None, cache: Cache | None) -> None:
         if input_ids.ndim != 2 or not len(input_ids):
@@ -186,32 +203,51 @@ class Model(nn.Module):
 
     def _merge(self, input_ids: Tensor, pixel_values: Tensor | None, grid_thws: Tensor | None) -> tuple[MediaLayout, Tensor]:
         """Where text and features go, and the input embeddings [B,T',D] of both together."""
-        if self.vision_tower is None or self.mm_projector is None:
+        if self.vision_tower is None:
             raise ValueError("pixel_values: this model has no vision tower; build it with model.vision set, or load a folder that has one")
         if pixel_values is None or grid_thws is None:
             raise ValueError(f"{'pixel_values' if pixel_values is None else 'grid_thws'} is missing: images come as both of the two")
         self.vision_tower.grids(pixel_values, grid_thws)
         layout = place_media(input_ids, self.vision_tower.feature_lengths(grid_thws), self._placeholder())
-        features = self.mm_projector(self.vision_tower(pixel_values, grid_thws))
-        text = self.language_model.model.embed_tokens(input_ids)
-        text = text.masked_fill(input_ids.eq(self.config.pad_token_id).unsqueeze(-1), 0)
-        return layout, layout.merge(text, features)
+        return layout, layout.merge(self.embed_text(input_ids), self.features(pixel_values, grid_thws))
 
-    def _routes(self, routing: Iterable[Tensor] | None) -> list[Routing]:
-        layers = self.moe_layers()
+    def _blank(self, input_ids: Tensor) -> Tensor:
+        """`embed_text`, and a nothing that goes through the whole tower."""
+        assert self.vision_tower is not None
+        (a, b), p = self.vision_tower.merge, self.vision_tower.patch
+        pixels = torch.zeros(a * b, 3, p, p, device=input_ids.device)
+        features = self.features(pixels, torch.tensor([[1, a, b]]))
+        return self.embed_text(input_ids) + (features * 0).sum()
+
+    def features(self, pixel_values: Tensor, grid_thws: Tensor) -> Tensor:
+        """The images' input embeddings [M,D], one after the other; needs a vision tower."""
+        assert self.vision_tower is not None
+        assert self.mm_projector is not None
+        return self.mm_projector(self.vision_tower(pixel_values, grid_thws))
+
+    def embed_text(self, input_ids: Tensor) -> Tensor:
+        """Input embeddings [B,T,D] of text beside images: padding is zero."""
+        text = self.language_model.model.embed_tokens(input_ids)
+        return text.masked_fill(input_ids.eq(self.config.pad_token_id).unsqueeze(-1), 0)
+
+    def replay(self, cache: Cache, counts: Tensor) -> None:
+        """After a call whose cache says `draft`: of each row only the first `counts` int64 [B] tokens were right, and now count."""
+        self.language_model.model.replay(cache, counts)
+
+    def _routes(self, routing: Iterable[Tensor] | None, layers: range) -> list[Routing]:
+        count = sum(not self.config.is_dense(i) for i in layers)
         if routing is None:
-            return [Routing() for _ in layers]
+            return [Routing() for _ in range(count)]
         routes = [Routing(ids) for ids in routing]
-        if len(routes) != len(layers):
-            raise ValueError(f"routing for {len(routes)} layers: {len(layers)} are expected")
+        if len(routes) != count:
+            raise ValueError(f"routing for {len(routes)} layers: {count} are expected")
         return routes
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        exact = torch.promote_types(hidden.dtype, torch.float32)
-        return F.linear(hidden.to(exact), self.language_model.lm_head.weight.to(exact))
+        return self.language_model.lm_head.logits(hidden)
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total, count = linear_cross_entropy(hidden.flatten(0, 1), self.language_model.lm_head.weight, targets.flatten())
+        total, count = self.language_model.lm_head.cross_entropy(hidden.flatten(0, 1), targets.flatten())
         return total / count.clamp(min=1), count
 
     # -------------------------------------------------- probes
@@ -222,16 +258,17 @@ class Model(nn.Module):
                 module.probe = None if record is None else []
         return None if record is None else DepthProbe()
 
-    def _finish_probes(self, record: dict[str, Any], depth: DepthProbe, routes: list[Routing]) -> None:
+    def _finish_probes(self, record: dict[str, Any], depth: DepthProbe, routes: list[Routing], layers: range) -> None:
         c = self.config
-        names = [f"{i}.{part}" for i in range(c.num_hidden_layers) for part in ("attention", "mlp")] + ["output"]
+        last = layers.stop == c.num_hidden_layers
+        names = [f"{i}.{part}" for i in layers for part in ("attention", "mlp")] + ["output"] * last
         if depth.weights:  # the first layer's attention reads the embedding alone: no mix
-            record["depth_weights"] = list(zip(names[1:], depth.weights, strict=True))
+            record["depth_weights"] = list(zip(names[layers.start == 0 :], depth.weights, strict=True))
         record["depth_rms"] = list(zip(names, depth.outputs, depth.sums, strict=False))
         record["depth_gradients"] = list(zip(names, depth.gradients, strict=False))
         record["decay"] = []
-        for i, layer in enumerate(self.language_model.model.layers):
-            mixer = layer.self_attn
+        for i in layers:
+            mixer = self.language_model.model.layers[i].self_attn
             if isinstance(mixer, DeltaAttention) and mixer.probe:
                 record["decay"].append((i, mixer.probe[-1].flatten()))
                 mixer.probe = None

@@ -73,7 +73,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def metrics(folder: str | Path) -> list[dict[str, Any]]:
     """A run's lines without what the clock decides."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "peak_memory")} for line in lines]
+    clocked = ("tokens_per_second", "peak_memory", "save_stall", "save_seconds")
+    return [{k: v for k, v in line.items() if k not in clocked} for line in lines]
 
 
 def steps_of(folder: str | Path) -> list[dict[str, Any]]:

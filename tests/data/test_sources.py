@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.config import DataConfig, UserError
+from atoll.config import DataConfig, ModelConfig, UserError
+from atoll.data import open_corpus
 from atoll.data.sources import open_source
 from atoll.data.split import survey
 
@@ -77,6 +78,12 @@ def test_undecodable_bytes_are_replaced_and_counted(folder):
     texts = {d.name: d.text for d in source.read()}
     assert texts["latin.txt"] == "caf\ufffd \ufffd\ufffd ok \ufffd"
     assert source.stats.undecodable == 5
+
+
+def test_an_empty_source_is_not_the_folder_one_stands_in():
+    for kind in ("text", "images"):
+        with pytest.raises(UserError, match=r"data\.source = '': empty"):
+            open_corpus(DataConfig(kind=kind, source=""), ModelConfig())
 
 
 def test_jsonl_gives_one_document_a_record(tmp_path):

@@ -182,6 +182,8 @@ def test_an_interrupt_leaves_what_was_there(tmp_path):
 
 
 SLOW = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
 import sys, time
 from atoll import cli
 from atoll.hub import convert

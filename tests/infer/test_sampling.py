@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.config import UserError
-from atoll.infer.sampling import check, distribution, draw, keep_top_k, keep_top_p
+from atoll.infer.sampling import check, distribution, draw, keep_top_k, keep_top_p, penalise
 
 rows = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x).unsqueeze(0))
 
@@ -32,6 +32,19 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_mass(logits, p):
     assert len(kept) >= 1
     assert float(kept.sum()) >= p - 1e-5
     assert float(kept[:-1].sum()) < p + 1e-5  # one token fewer would not reach it
+
+
+def test_the_least_top_p_keeps_the_likeliest_token():
+    kept = keep_top_p(torch.tensor([1.0, 3.0, 2.0]), 1e-300)  # no float32 is above 0 and as small
+    assert kept.tolist() == [-torch.inf, 3.0, -torch.inf]
+
+
+@pytest.mark.parametrize("factor", [1e-300, 1e-45, 1e-38, 1e300])
+def test_any_repetition_penalty_leaves_a_distribution_without_what_is_masked(factor):
+    logits = penalise(torch.tensor([3.0, -2.0, 1.0, 2.0]), torch.tensor([True, True, False, True]), torch.zeros(4), factor)
+    probs = distribution(logits.masked_fill(torch.tensor([False, False, False, True]), -torch.inf))
+    assert probs.sum() == 1
+    assert probs[3] == 0
 
 
 def test_top_k_of_equal_logits_keeps_the_lower_ids():

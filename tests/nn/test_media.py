@@ -142,11 +142,15 @@ def test_prefill_with_images_then_steps_equal_the_whole_sequence():
         assert cache.length == whole.shape[1]
 
 
-def test_a_later_turn_may_bring_images_of_its_own():
-    model, cache = build().eval(), None
-    cache = model.new_cache(1)
-    parts = [model(IDS[:, :8], cache=cache, **images((0,))).logits, model(IDS[:, 8:], cache=cache, **images((1, 2))).logits]
+@pytest.mark.parametrize(("split", "before"), [(5, 0), (6, 1), (8, 1), (10, 1), (11, 2), (12, 3)])
+def test_a_later_turn_may_bring_images_of_its_own(split, before):
+    """Also where the cache ends with an image, the next turn begins with one, or both."""
+    model = build().eval()
+    cache, which = model.new_cache(1), (0, 1, 2)
+    turns = ((IDS[:, :split], which[:before]), (IDS[:, split:], which[before:]))
+    parts = [model(ids, cache=cache, **(images(shown) if shown else {})).logits for ids, shown in turns]
     torch.testing.assert_close(torch.cat(parts, 1), model(IDS, **images()).logits, rtol=0, atol=1e-9)
+    assert cache.length == sum(p.shape[1] for p in parts)
 
 
 @pytest.mark.parametrize("form", ["grown", "expanded"])
@@ -313,9 +317,11 @@ def test_settings_come_back_from_toml(name, tmp_path):
 def test_one_setting_switches_a_tower_on_and_none_switches_it_off(tmp_path):
     on = load_config("tiny", {"model.vision.vt_hidden_size": "32"}).model
     assert on.vision == VisionConfig(vt_hidden_size=32)
-    assert load_config("tiny-vl", {"model.vision": "none"}) == load_config("tiny")
-    (tmp_path / "c.toml").write_text('preset = "tiny-vl"\n[model]\nvision = "none"\n')
-    assert load_config(tmp_path / "c.toml") == load_config("tiny")
+    text = {"data.kind": "text", "data.source": "stdlib"}
+    off = load_config("tiny-vl", {"model.vision": "none", **text})
+    assert off.model == dataclasses.replace(load_config("tiny").model, vocab_size=512)
+    (tmp_path / "c.toml").write_text('preset = "tiny-vl"\n[model]\nvision = "none"\n[data]\nkind = "text"\nsource = "stdlib"\n')
+    assert load_config(tmp_path / "c.toml") == off
 
 
 @pytest.mark.parametrize(
@@ -326,7 +332,7 @@ def test_one_setting_switches_a_tower_on_and_none_switches_it_off(tmp_path):
         ("vt_hidden_size", "65", "model.vision.vt_hidden_size = 65: must be even"),
         ("merge_kernel_size", "0,2", "model.vision.merge_kernel_size"),
         ("patch_size", "0", "model.vision.patch_size = 0: a number above 0"),
-        ("media_placeholder_token_id", "4096", "below vocab_size = 4096"),
+        ("media_placeholder_token_id", "4096", "below vocab_size = 512"),
         ("media_placeholder_token_id", "2", "is pad_token_id; take a token of its own"),
         ("patchsize", "2", "did you mean model.vision.patch_size"),
     ],

@@ -142,9 +142,19 @@ def test_no_item_sees_another_and_every_patch_sees_its_whole_item():
         assert (grad[own].flatten(1).abs().amax(1) > 0).all()
 
 
+def test_many_items_of_few_sizes_in_any_order_equal_each_alone():
+    tower, grids = build(), [(1, 2, 4), (1, 4, 2), (2, 2, 2), (1, 2, 4), (1, 4, 4), (1, 4, 2), (2, 2, 2), (1, 2, 4), (1, 2, 4)]
+    values, given = pixels(grids)
+    together = tower(values, given)
+    sizes, lengths = [math.prod(g) for g in grids], tower.feature_lengths(given)
+    alone = [tower(part, given[i : i + 1]) for i, part in enumerate(values.split(sizes))]
+    for i, (one, many) in enumerate(zip(alone, together.split(lengths), strict=True)):
+        torch.testing.assert_close(many, one, rtol=0, atol=1e-12, msg=f"item {i}")
+
+
 def test_segments_attend_in_both_directions_and_refuse_wrong_lengths():
     q, k, v = (torch.randn(1, 9, 2, 4, dtype=torch.float64) for _ in range(3))
-    for lengths in ([4, 5], [3, 3, 3], [9]):
+    for lengths in ([4, 5], [3, 3, 3], [9], [1, 2, 1, 1, 2, 1, 1]):
         ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         scores = torch.einsum("bthd,bshd->bhts", q, k).masked_fill(ids[:, None] != ids, -torch.inf)
         expected = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v)

@@ -40,7 +40,10 @@ def test_equals_the_formula_in_float64(width, value, queries, offset):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("cuts", [[0, 40], [0, 1, 15, 15, 40], [0, 0, 10, 20, 30, 40, 40], [0, 39, 40]])
+SHUFFLED = [0, 2, 5, 7, 8, 11, 13, 16, 18, 21, 23, 26, 28, 31, 33, 36, 38, 40]  # many of few lengths, mixed: brought together by length
+
+
+@pytest.mark.parametrize("cuts", [[0, 40], [0, 1, 15, 15, 40], [0, 0, 10, 20, 30, 40, 40], [0, 39, 40], SHUFFLED])
 def test_packed_documents_equal_each_on_its_own(cuts):
     inputs = make(batch=1, queries=40)
 
@@ -53,7 +56,9 @@ def test_packed_documents_equal_each_on_its_own(cuts):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("cuts", [None, [0, 130, 131, 300]])
+@pytest.mark.parametrize(
+    "cuts", [None, [0, 130, 131, 300], [0, 5, 8, 13, 16, 21, 24, 29, 32, 37, 40, 45, 48, 53, 131, 134, 139, 142, 145, 150, 300]]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bitwise_causal_and_blind_to_other_documents(cuts, dtype):
     cu = None if cuts is None else torch.tensor(cuts)

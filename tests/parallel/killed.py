@@ -11,6 +11,9 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
 
 
+AXES = {"stage": {"pipeline": 2}}  # where layers are cut, else weights
+
+
 def kill_at(place: Any, name: str, number: int) -> None:
     """Die at the end of the `number`-th call of a function."""
     original, calls = getattr(place, name), 0
@@ -30,12 +33,17 @@ def main(tmp: str, out: str, moment: str) -> int:
     from runs import config_in, run_on
     from training import layout
 
+    from atoll.parallel.pipeline import Pipelined
     from atoll.train import checkpoint, step
 
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-        place, name, number = {"step": (step, "accumulate", 4), "save": (checkpoint, "_write_tensors", 2)}[moment]
+        place, name, number = {
+            "step": (step, "accumulate", 4),
+            "save": (checkpoint, "_write_tensors", 2),
+            "stage": (Pipelined, "_forward", 30),
+        }[moment]
         kill_at(place, name, number)
-    said = run_on(layout(config_in(Path(tmp)), data_shard=2), out)
+    said = run_on(layout(config_in(Path(tmp), train__micro_batch=1), **AXES.get(moment, {"data_shard": 2})), out)
     print(said)
     return 2 if said else 0
 

@@ -73,8 +73,9 @@ def run_on(config: Config | None, out: str, resume: bool = False) -> str:
     return ""
 
 
-def restored_on(config: Config, out: str) -> dict[str, torch.Tensor] | None:
-    """What the processes running now have in memory once they have gone back to the newest checkpoint of a run, whole; from rank 0."""
+def restored_on(config: Config, out: str, every: bool = False) -> dict[str, torch.Tensor] | None:
+    """What the processes running now have in memory once they have gone back to the newest checkpoint of a run, whole; from rank 0, or
+    from `every` one what it has a part of."""
     import torch.distributed as dist
     from training import whole
 
@@ -87,7 +88,7 @@ def restored_on(config: Config, out: str) -> dict[str, torch.Tensor] | None:
     trainer = Trainer(config, open_corpus(config.data, config.model), Path(out), Screen(silent=True), ranks)
     trainer.restore()
     found = {name: whole(t) for name, t in trainer.tensors().items()}
-    return found if ranks.main else None
+    return found if every or ranks.main else None
 
 
 def stopped_on(config: Config, out: str, rank: int, step: int) -> str:
@@ -112,7 +113,8 @@ def stopped_on(config: Config, out: str, rank: int, step: int) -> str:
 def lines(out: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl with a step, without what the clock decides."""
     every = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("tokens_per_second", "peak_memory")} for line in every if "step" in line]
+    clocked = ("tokens_per_second", "peak_memory", "save_stall", "save_seconds")
+    return [{k: v for k, v in line.items() if k not in clocked} for line in every if "step" in line]
 
 
 def contents(out: Path, step: int) -> dict[str, torch.Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 from ranks import on_ranks
 from training import config_for, layout
@@ -26,7 +29,7 @@ WRONG = [
         3,
         "parallel.data_shard = 3: ",
         "3 processes do not divide stages.0.batch = 8",
-        "data_shard = 4, expert = 1, context = 1 on 4",
+        "data_shard = 4, expert = 1, context = 1, tensor = 1 on 4",
     ),
     (
         {"expert": 8},
@@ -42,10 +45,21 @@ WRONG = [
         "1 or more is expected",
         "data_shard = 1, expert = 1, context = 1",
     ),
-    ({"context": 3}, 3, "parallel.context = 3: ", "does not cut stages.0.length = 16 into even shares", "context = 4 on 4 processes"),
+    (
+        {"context": 3},
+        3,
+        "parallel.context = 3: ",
+        "does not cut stages.0.length = 16 into even shares",
+        "context = 4, tensor = 1 on 4 processes",
+    ),
     ({"context": 8}, 8, "parallel.context = 8: ", "longer than a convolution", "expert = 1, context = 4"),
-    ({"pipeline": 2}, 2, "parallel.pipeline = 2: ", "this axis is not built yet; leave it at 1", "data_shard = 2"),
-    ({"tensor": 2}, 2, "parallel.tensor = 2: ", "this axis is not built yet", "data_shard = 2"),
+    (
+        {"tensor": 4},
+        4,
+        "parallel.tensor = 4: ",
+        "does not divide model.kda_num_heads = 2",
+        "data_shard = 2, expert = 1, context = 1, tensor = 2",
+    ),
 ]
 
 
@@ -61,21 +75,39 @@ def test_what_cannot_is_said_in_one_line_with_the_nearest(axes: dict[str, int], 
 
 
 def test_experts_and_micro_batches_must_divide() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.expert = 4: does not divide model.num_experts = 6; .* expert = 2, context = 1$"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.expert = 4: does not divide model.num_experts = 6; .* expert = 2, context = 1, tensor = 1$"
+    ):
         check(layout(config_for(model__num_experts=6), expert=4), 4)
     with pytest.raises(ConfigError, match=r"a process's 4 sequences of stages.0 are no multiple of train.micro_batch = 3"):
         check(layout(config_for(train__micro_batch=3, stages__0__batch=12, stages__1__batch=12), data_shard=3), 3)
     with pytest.raises(ConfigError, match=r"balance.bins = None: exact quantiles cannot be pooled"):
         check(layout(config_for(balance__bins="none"), data_shard=2), 2)
-    quantized = config_for(model__quantization="mxfp4", model__moe_intermediate_size=32, model__routed_expert_hidden_size=32)
-    check(quantized, 1)
-    with pytest.raises(ConfigError, match=r"model.quantization = 'mxfp4': not built yet over several processes"):
-        check(layout(quantized, data_shard=2), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model__vocab_size": 61}, "does not divide model.vocab_size = 61"),
+        ({"model__num_attention_heads": 3}, "does not divide model.num_attention_heads = 3"),
+        ({"model__intermediate_size": 25}, "does not divide model.intermediate_size = 25"),
+        ({"model__num_shared_experts": 1, "model__moe_intermediate_size": 9}, r"num_shared_experts \* model.moe_intermediate_size = 9"),
+        ({"balance__kind": "capacity"}, "balances by counts of whole micro-batches"),
+        ({"balance__kind": "local_quantile"}, "balances by counts of whole micro-batches"),
+    ],
+)
+def test_what_the_tensor_axis_cuts_must_divide(changes: dict[str, Any], said: str) -> None:
+    config = config_for(**changes)
+    with pytest.raises(ConfigError, match=rf"^parallel.tensor = 2: .*{said}.*; the nearest possible layout is .* tensor = 1$"):
+        check(layout(config, tensor=2), 2)
 
 
 def test_processes_that_cut_a_row_read_the_same_samples() -> None:
     p = ParallelConfig(data_shard=2, context=2, expert=2)
     assert [place(p, rank) for rank in range(8)] == [(0, 4), (1, 4), (0, 4), (1, 4), (2, 4), (3, 4), (2, 4), (3, 4)]
+    heads = ParallelConfig(data_shard=2, expert=2, tensor=2)
+    assert [place(heads, rank) for rank in range(8)] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (2, 4), (3, 4), (3, 4)]
+    assert [place(ParallelConfig(pipeline=2, data_shard=2, tensor=2), rank) for rank in range(8)] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
 
 
 def three_places() -> tuple[int, int, int]:
@@ -87,6 +119,45 @@ def three_places() -> tuple[int, int, int]:
 
 def test_neighbours_share_experts_out() -> None:
     assert on_ranks(4, three_places) == [(0, 0, 0), (1, 0, 1), (0, 1, 2), (1, 1, 3)]
+
+
+OUTERMOST_FIRST = ("pipeline", "data_replicate", "data_shard", "context", "expert", "tensor")
+
+
+def groups_of(rank: int) -> dict[str, list[int]]:
+    """The ranks of each group of a process of 64, all axes at 2; no other process is started."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from atoll.parallel import make_mesh
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=64, store=FakeStore())
+    mesh = make_mesh(ParallelConfig(**dict.fromkeys(OUTERMOST_FIRST, 2)), "cpu")
+    assert mesh.context
+    assert mesh.tensor
+    assert mesh.pipeline
+    groups = {
+        "context": mesh.context.get_group(),
+        "tensor": mesh.tensor.get_group(),
+        "pipeline": mesh.pipeline.get_group(),
+        "expert": mesh.whole.get_group("expert"),
+        "data_replicate": mesh.dense.get_group("data_replicate"),
+        "data_shard context expert": mesh.dense.get_group("data"),
+        "data_shard context tensor": mesh.whole.get_group("data_shard"),
+        "data_shard context expert tensor": mesh.copy.get_group("data"),
+        "data_replicate data_shard context expert": mesh.peers,
+        "data_replicate data_shard context expert tensor": mesh.stage,
+    }
+    return {axes: dist.get_process_group_ranks(group) for axes, group in groups.items()}
+
+
+@pytest.mark.parametrize("rank", [0, 37, 62])
+def test_a_group_is_of_the_processes_that_differ_along_its_axes(rank: int) -> None:
+    places = list(itertools.product(range(2), repeat=len(OUTERMOST_FIRST)))
+    for axes, ranks in on_ranks(1, groups_of, rank)[0].items():
+        fixed = [i for i, axis in enumerate(OUTERMOST_FIRST) if axis not in axes.split()]
+        assert ranks == [r for r, at in enumerate(places) if all(at[i] == places[rank][i] for i in fixed)], axes
 
 
 def fails_on_one(how: str) -> None:

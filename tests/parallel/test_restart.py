@@ -8,23 +8,25 @@ import sys
 from pathlib import Path
 
 import pytest
+from killed import AXES
 from ranks import on_ranks
 from runs import config_in, contents, lines, run_on
 from training import layout
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def launch(*words: str) -> subprocess.CompletedProcess[str]:
+def launch(*words: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     source = str(Path(__file__).parents[2] / "src")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": source}
-    return subprocess.run([*TORCHRUN, *words], env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*TORCHRUN, str(processes), *words], env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["step", "save"])
+@pytest.mark.parametrize("moment", ["step", "save", "stage"])
 def test_a_killed_process_is_started_again_and_the_run_goes_on(moment: str, tmp_path: Path) -> None:
-    assert on_ranks(2, run_on, layout(config_in(tmp_path), data_shard=2), str(tmp_path / "whole")) == ["", ""]
+    whole = layout(config_in(tmp_path, train__micro_batch=1), **AXES.get(moment, {"data_shard": 2}))
+    assert on_ranks(2, run_on, whole, str(tmp_path / "whole")) == ["", ""]
     ended = launch("--max-restarts", "1", str(Path(__file__).parent / "killed.py"), str(tmp_path), str(tmp_path / "run"), moment)
     assert ended.returncode == 0, ended.stderr
     assert "exitcode: -9" in ended.stderr

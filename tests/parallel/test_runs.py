@@ -106,12 +106,23 @@ def test_a_signal_to_any_process_stops_all_after_the_step(alone: tuple[Path, Pat
 def test_a_mistake_is_said_by_one_process_before_anything_is_built(alone: tuple[Path, Path]) -> None:
     tmp, one = alone
     first, second = on_ranks(2, run_on, layout(config_in(tmp), data_shard=4), str(tmp / "wrong"))
-    assert first.startswith(
-        "parallel.data_shard = 4: data_replicate 1 x data_shard 4 x expert 1 x context 1 is for 4 processes and 2 run; "
-    )
-    assert first.endswith("the nearest possible layout is data_replicate = 1, data_shard = 2, expert = 1, context = 1")
+    axes = "pipeline 1 x data_replicate 1 x data_shard 4 x expert 1 x context 1 x tensor 1"
+    assert first.startswith(f"parallel.data_shard = 4: {axes} is for 4 processes and 2 run; ")
+    nearest = "pipeline = 1, data_replicate = 1, data_shard = 2, expert = 1, context = 1, tensor = 1"
+    assert first.endswith(f"the nearest possible layout is {nearest}")
     assert second == "exit 2"
     assert not (tmp / "wrong").exists()
     taken = on_ranks(2, run_on, layout(config_in(tmp), data_shard=2), str(one))
     assert "already holds a run" in taken[0]
     assert taken[1] == "exit 2"
+
+
+def test_processes_write_the_same_bits_beside_training_as_waiting_for_it(alone: tuple[Path, Path]) -> None:
+    tmp, _ = alone
+    for name, beside in (("beside", True), ("waiting", False)):
+        config = layout(config_in(tmp, train__keep=9, train__async_save=beside), data_shard=2)
+        assert on_ranks(2, run_on, config, str(tmp / name)) == ["", ""]
+    for step in (2, 4, 6):
+        mine, theirs = (contents(tmp / name, step) for name in ("beside", "waiting"))
+        assert mine.keys() == theirs.keys()
+        assert all(mine[n].numpy().tobytes() == theirs[n].numpy().tobytes() for n in theirs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from atoll.config import Config, ModelConfig, load_config
 from atoll.data.documents import TokenSet
@@ -17,6 +18,7 @@ from atoll.parallel import place
 from atoll.parallel.ranks import ALONE, Ranks
 from atoll.train import setup
 from atoll.train.guard import Guard
+from atoll.train.stages import plan
 from atoll.train.step import micro_batches, train_step
 
 LENGTH, BATCH, STEPS = 16, 8, 3
@@ -91,7 +93,7 @@ def train(config: Config, ranks: Ranks = ALONE, crowd: bool = False) -> dict[str
     optimizer.clip = clip
     for step in range(STEPS):
         batches = micro_batches(sampler, step * BATCH + at * share, share, config.train.micro_batch)
-        result = train_step(model, optimizer, guard, batches, 0.5, ranks)
+        result = train_step(model, optimizer, guard, batches, 0.5, ranks, plan(config.stages, STEPS)[0].segments)
         loss, norm, skipped, _ = result.read()
         assert not skipped
         for key, value in zip(found, (loss, norm, result.targets, result.balance["max_vio"]), strict=True):
@@ -105,11 +107,13 @@ def train(config: Config, ranks: Ranks = ALONE, crowd: bool = False) -> dict[str
 def _off_zero(optimizer: Any) -> None:
     """Depth queries and A_log start at zero, where some gradients vanish by symmetry: move them off it, the same everywhere."""
     held = optimizer.sharded.held if hasattr(optimizer, "sharded") else dict(optimizer.model.named_parameters())
-    generator = torch.Generator().manual_seed(5)
+    cuts = optimizer.sharded.cuts if hasattr(optimizer, "sharded") else {}
     with torch.no_grad():
         for name, p in held.items():
             if "res_proj" in name or name.endswith("A_log"):
-                p += torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3
+                cut, generator = cuts.get(name), torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                move = torch.randn(p.shape if cut is None else cut.shape, generator=generator, dtype=p.dtype) * 0.3
+                p += move if cut is None else distribute_tensor(move, cut.mesh, cut.placements, src_data_rank=None).to_local()
 
 
 def train_on(config: Config, crowd: bool = False) -> dict[str, Any] | None:
@@ -118,8 +122,11 @@ def train_on(config: Config, crowd: bool = False) -> dict[str, Any] | None:
 
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     found = train(config, ranks, crowd)
+    if config.parallel.pipeline > 1:  # each stage has tensors of its own
+        parts = ranks.gather({key: found[key] for key in ("gradients", "weights", "state")})
+        found |= {key: {name: t for part in parts for name, t in part[key].items()} for key in parts[0]}
     return found if ranks.main else None
 
 
-def layout(config: Config, **axes: int) -> Config:
+def layout(config: Config, **axes: Any) -> Config:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **axes))

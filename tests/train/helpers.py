@@ -78,7 +78,7 @@ def use_standin() -> None:
     sys.modules["atoll.model"] = SimpleNamespace(Model=standin.Model)  # pyright: ignore[reportArgumentType]
 
 
-CLOCKED = ("tokens_per_second", "peak_memory")
+CLOCKED = ("tokens_per_second", "peak_memory", "save_stall", "save_seconds")
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from helpers import metrics, micro_config
 
 from atoll import train
 from atoll.config import UserError
-from atoll.parallel.ranks import ALONE
 from atoll.train import step as step_module
 from atoll.train.guard import SETTLE, Guard
 
@@ -66,20 +65,20 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: int, factor: float) -> dict[str,
     calls = -1
     accumulate, judge_step = step_module.accumulate, step_module.train_step
 
-    def spoiled(model, batches, routing=None, ranks=ALONE, context=None):
-        loss = accumulate(model, batches, routing, ranks, context)
+    def spoiled(model, *args):
+        loss = accumulate(model, *args)
         if calls == at:
             for p in model.parameters():
                 p.grad.mul_(factor)
         return loss
 
-    def watched(model, optimizer, guard, batches, lr, ranks):
+    def watched(model, optimizer, *args):
         nonlocal calls
         calls += 1
         state = {**model.state_dict(), **optimizer.state()}
         if calls == at:
             seen["before"] = {n: t.clone() for n, t in state.items()}
-        result = judge_step(model, optimizer, guard, batches, lr, ranks)
+        result = judge_step(model, optimizer, *args)
         if calls == at:
             seen["after"] = {n: t.clone() for n, t in state.items()}
         return result

@@ -84,7 +84,7 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: f
 LONG = [[90], [20, 44, 26], [64, 26], [1, 1, 88], [70, 20]]  # documents over two and three segments, cut where a segment is, of one token
 
 
-@pytest.mark.parametrize("size", [32, 30, 64, 7])
+@pytest.mark.parametrize("size", [32, 30, 64, 7, 2])
 def test_segments_equal_whole_rows(size: int) -> None:
     config, batches = config_for(), [batch_of(LONG[:3]), batch_of(LONG[3:])]
     assert_same(learnt(config, batches, Segments(90, size)), learnt(config, batches, None))
@@ -156,5 +156,5 @@ def test_settings_that_cannot_be() -> None:
     from atoll.parallel import check
 
     config = load_config("tiny", {"stages.0.segment": "128", "parallel.context": "2"})
-    with pytest.raises(ConfigError, match=r"parallel\.context = 2: cuts the same sequences as stages\.0\.segment = 128"):
+    with pytest.raises(ConfigError, match=r"parallel\.context = 2: does not go with stages\.0\.segment = 128"):
         check(dataclasses.replace(config), 2)

@@ -147,6 +147,12 @@ def test_the_command_answers(tuned: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "(thinks) Any.\nBlue, like the sea.\n"
     assert cli.main(["sample", str(tuned), "A colour?", "--chat", "--temperature", "0", "--tokens", "5"]) == 0
     assert "(cut off after 5 tokens)" in capsys.readouterr().out
+    assert cli.main(["sample", str(tuned), "A colour?", "A colour?", "--chat", "--temperature", "0", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [a["message"] for a in answers] == [{"role": "assistant", "content": "Blue, like the sea.", "reasoning": "Any."}] * 2
+    assert [(a["finish"], a["malformed"]) for a in answers] == [("stop", False)] * 2
+    assert cli.main(["sample", str(tuned), "A colour?", "A colour?", "--chat", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "\n----\n".join(["> A colour?\n(thinks) Any.\nBlue, like the sea."] * 2) + "\n"
 
 
 def test_a_second_fine_tuning_keeps_the_rates_of_the_first(tuned: Path) -> None:

@@ -24,7 +24,8 @@ class TokenSet:
 
     tokens [N] uint16 or uint32; offsets int64 [D+1]; doc_bytes int64 [D] (UTF-8 bytes of each text); names of the D documents;
     token_bytes int64 [V]: bytes of text behind each id, 0 for specials. Of conversations also trained bool [N]: the tokens that are
-    targets, whose bytes alone doc_bytes counts; and end_of_msg, the id that ends each message.
+    targets, whose bytes alone doc_bytes counts; and end_of_msg, the id that ends each message. `tasks` says what rows of generated tasks
+    are made of (`data.synthetic`), `pictures` what stands where media placeholders do (`data.images.corpus.Gallery`).
     """
 
     tokens: np.ndarray
@@ -37,6 +38,8 @@ class TokenSet:
     pad: int
     trained: np.ndarray | None = None
     end_of_msg: int | None = None
+    tasks: Any = None
+    pictures: Any = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -72,12 +75,17 @@ def from_ids(documents: Iterable[tuple[str, list[int], int]], tokenizer: Tokeniz
 
 def from_conversations(conversations: Iterable[tuple[str, np.ndarray, np.ndarray]], tokenizer: Tokenizer, model: ModelConfig) -> TokenSet:
     """A `TokenSet` in memory of (name, ids, which of them are trained)."""
-    kept = list(conversations)
+    return dataclasses.replace(from_tasks(conversations, tokenizer, model), end_of_msg=tokenizer.special["<|end_of_msg|>"])
+
+
+def from_tasks(samples: Iterable[tuple[str, np.ndarray, np.ndarray]], tokenizer: Tokenizer, model: ModelConfig) -> TokenSet:
+    """The same of samples that are no messages."""
+    kept = list(samples)
     tokens = np.concatenate([np.zeros(0, token_dtype(model)), *(ids for _, ids, _ in kept)]).astype(token_dtype(model))
     trained = np.concatenate([np.zeros(0, bool), *(mask for _, _, mask in kept)]).astype(bool)
     sizes = [[len(ids), int(tokenizer.bytes_table[ids[mask]].sum())] for _, ids, mask in kept]
     flat = _token_set(tokens, np.asarray(sizes, dtype=np.int64).reshape(-1, 2), [name for name, _, _ in kept], tokenizer, model)
-    return dataclasses.replace(flat, trained=trained, end_of_msg=tokenizer.special["<|end_of_msg|>"])
+    return dataclasses.replace(flat, trained=trained)
 
 
 def token_dtype(model: ModelConfig) -> type[np.unsignedinteger[Any]]:

@@ -11,13 +11,15 @@ each time round, and nothing is padded.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from atoll.data.documents import TokenSet
+from atoll.data.images.picture import Picture, stack
 
 IGNORED = -100
 
@@ -27,13 +29,16 @@ class Batch:
     """Rows end to end.
 
     input_ids int64 [1, N]; labels int64 [1, N], unshifted, -100 at the first token of every segment; cu_seqlens int64 [S+1],
-    segment bounds from 0 to N; num_bytes: bytes of text behind the counted targets.
+    segment bounds from 0 to N; num_bytes: bytes of text behind the counted targets. Of rows with pictures also `pixel_values` float32
+    [patches, 3, p, p] and `grid_thws` int64 [pictures, 3].
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     cu_seqlens: torch.Tensor
     num_bytes: int
+    pixel_values: torch.Tensor | None = None
+    grid_thws: torch.Tensor | None = None
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
@@ -43,13 +48,13 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     between versions.
     """
     with np.errstate(over="ignore"):
-        start = _mix(np.asarray([seed & 0xFFFFFFFFFFFFFFFF, epoch], dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-        base = _mix(start[:1] + np.uint64(31) * start[1:])
-        keys = _mix(base + np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        start = mix(np.asarray([seed & 0xFFFFFFFFFFFFFFFF, epoch], dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+        base = mix(start[:1] + np.uint64(31) * start[1:])
+        keys = mix(base + np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     return np.argsort(keys, kind="stable")
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -72,6 +77,19 @@ class Rows(Protocol):
     @property
     def epoch_rows(self) -> float:
         """Rows after which every token has been read once."""
+        ...
+
+
+@runtime_checkable
+class Pictured(Protocol):
+    """Rows in which pictures stand among text."""
+
+    def pictures(self, index: int) -> list[Picture]:
+        """The pictures of row `index`, in the order of their placeholders."""
+        ...
+
+    def cost(self, index: int) -> float:
+        """What row `index` costs, in tokens of text."""
         ...
 
 
@@ -154,14 +172,21 @@ class Sampler:
 
 def make_batch(sampler: Rows, start: int, count: int) -> Batch:
     """The `count` rows of global indices start … start + count - 1 as one packed batch of [1, count * length]."""
-    rows = [sampler[i] for i in range(start, start + count)]
+    return batch_of(sampler, range(start, start + count))
+
+
+def batch_of(sampler: Rows, indices: Sequence[int]) -> Batch:
+    """The rows of these global indices as one packed batch of [1, rows * length], their pictures with them."""
+    rows = [sampler[i] for i in indices]
     ids = np.concatenate([row for row, _ in rows])
     starts = np.concatenate([at + i * sampler.length for i, (_, at) in enumerate(rows)])
     labels = ids.copy()
     labels[starts] = IGNORED
-    masks = [sampler.trained(i) for i in range(start, start + count)]
+    masks = [sampler.trained(i) for i in indices]
     if masks and masks[0] is not None:
         labels[~np.concatenate([m for m in masks if m is not None])] = IGNORED
     num_bytes = int(sampler.token_set.token_bytes[labels[labels != IGNORED]].sum())
     bounds = np.append(starts, len(ids))
-    return Batch(torch.from_numpy(ids)[None], torch.from_numpy(labels)[None], torch.from_numpy(bounds), num_bytes)
+    shown = [p for i in indices for p in sampler.pictures(i)] if isinstance(sampler, Pictured) else []
+    pixels = stack(shown) if shown else ()
+    return Batch(torch.from_numpy(ids)[None], torch.from_numpy(labels)[None], torch.from_numpy(bounds), num_bytes, *pixels)

@@ -14,10 +14,15 @@ import numpy as np
 from atoll.config import UserError
 from atoll.data.documents import TokenSet
 from atoll.data.loader import Rows, Sampler, permutation
+from atoll.data.synthetic import TaskSampler
 
 
 def open_sampler(token_set: TokenSet, length: int, seed: int) -> Rows:
-    """The sampler for documents, or for conversations."""
+    """The sampler for documents, for conversations, for generated tasks, or for documents with pictures."""
+    if token_set.tasks is not None:
+        return TaskSampler(token_set, length, seed)
+    if token_set.pictures is not None:
+        return token_set.pictures.rows(token_set, length, seed)
     return Sampler(token_set, length, seed) if token_set.trained is None else ConversationSampler(token_set, length, seed)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.config import DataConfig, UserError
+from atoll.data.builder.writing import is_build, shards_of
 from atoll.data.records import RECORDS, Repairs, decode, read_records
 
 SNIFF = 8192  # bytes looked at to tell text from binary
@@ -113,6 +114,8 @@ def open_source(config: DataConfig) -> Source:
         raise UserError(f'data.source = {config.source!r}: no such file or folder; give an existing path, or "stdlib"')
     if path.is_dir():
         root = path.resolve()
+        if is_build(root):
+            return Source(root, shards_of(root))
         files, links = walk(root, config.suffixes)
         if not files:
             endings = f" ending in {', '.join(config.suffixes)}" if config.suffixes else ""

@@ -90,6 +90,10 @@ class Tokenizer:
         name = self._backend.id_to_token(token)
         return name is None or name in self.special
 
+    def guarded_text(self) -> str:
+        """`text` with the tokens of `STRUCTURE` special, for other readers that must not find them in words."""
+        return _guarded(self.text)
+
     def save(self, path: str | Path) -> None:
         """Write `tokenizer.json` (at `path`, or in it where it is a folder), whole or not at all. Raises `UserError`."""
         where = Path(path)

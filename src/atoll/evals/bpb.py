@@ -62,7 +62,7 @@ def bits_per_byte(
     """
     chosen = windows(token_set, length, length // 4 if overlap is None else overlap)
     if limit_tokens is not None:
-        chosen = _some(chosen, limit_tokens)
+        chosen = some(chosen, limit_tokens)
     if not len(chosen):
         raise ValueError("bits_per_byte: no document with text to score")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -89,7 +89,8 @@ def bits_per_byte(
     return {"bits_per_byte": bits, "nats_per_token": nats / max(1, tokens), "bytes": num_bytes, "tokens": tokens, "nats": nats}
 
 
-def _some(chosen: np.ndarray, limit: int) -> np.ndarray:
+def some(chosen: np.ndarray, limit: int) -> np.ndarray:
+    """A fixed pseudo-random choice of windows with about `limit` tokens."""
     shuffled = chosen[permutation(len(chosen), 0, 0)]
     sizes = np.cumsum(shuffled[:, 1] - shuffled[:, 0])
     return shuffled[: max(1, int(np.searchsorted(sizes, limit, side="right")))]

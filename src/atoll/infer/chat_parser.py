@@ -88,6 +88,15 @@ class ChatParser:
             self._events.append(Event("end"))
         return self._take()
 
+    @property
+    def channels(self) -> frozenset[str]:
+        """The channels (think, response, tools) that have been opened."""
+        return frozenset(self._seen)
+
+    def unclosed(self) -> list[str] | None:
+        """Elements that are open, the outermost first; None within a tag."""
+        return None if self._tag is not None else list(self._open)
+
     def _take(self) -> list[Event]:
         """Events so far, neighbours of one kind joined."""
         out: list[Event] = []

@@ -89,12 +89,14 @@ class Step:
     version: int = 0  # of the weights
     finish: FinishReason | None = None
     error: str = ""
+    answer: Answer | None = None  # on the last step alone: all of it together
 
 
 @dataclass
 class Answer:
     """A finished sequence: what its steps add up to. `cached` tokens of the prompt were read from the prefix cache.
 
+    `prompt_logprobs` and `prompt_top` have an entry for each token of the prompt but its first, as `Step`'s.
     `routing` int [layers, prompt + answer - 1, k] where asked for: the experts of every token that was fed.
     """
 

@@ -51,3 +51,8 @@ class TextStream:
         piece = text[self._given :]
         self._given += len(piece)
         return piece
+
+
+def printable(text: str) -> str:
+    """`text` without what would steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else BROKEN for c in text)

@@ -34,6 +34,7 @@ class Balancer:
     def __init__(self, module: nn.Module | Iterable[nn.Module], reduce: Reduce | None = None) -> None:
         inside = module.modules() if isinstance(module, nn.Module) else module
         self.layers = [m for m in inside if isinstance(m, LatentMoE)]
+        self.numbers = list(range(len(self.layers)))  # of a larger model of which these are some of the layers, their places there
         self.reduce = reduce
         kinds = {layer.balance.config.asynchronous for layer in self.layers}
         if len(kinds) > 1:
@@ -95,12 +96,12 @@ class Balancer:
         """What a checkpoint needs beside the model's state_dict, by name: between steps nothing, but for "aux" and asynchronous rules; in
         the middle of a step also what was counted so far. Waits for a sum under way."""
         self.settle()
-        return {f"{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.balance.state().items()}
+        return {f"{i}.{name}": t for i, layer in zip(self.numbers, self.layers, strict=True) for name, t in layer.balance.state().items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Go on from what `state` gave; the layers have their biases of then."""
         self._pending = None
-        for i, layer in enumerate(self.layers):
+        for i, layer in zip(self.numbers, self.layers, strict=True):
             own = {name.partition(".")[2]: t for name, t in state.items() if name.partition(".")[0] == str(i)}
             layer.balance.load_state(own, layer.gate.e_score_correction_bias)
 

@@ -65,15 +65,23 @@ class Stream:
         schedule: "two-phase" makes the readers' mixes over the finished sources at once; "one-pass" (or no readers) makes each
         when it is asked for; "auto" takes what moves fewer bytes on a GPU, one pass elsewhere. partial_dtype: see `open_block`.
         """
+        prefix = self.pause().prefix
+        bank = self.bank if prefix is None else (*self.bank, prefix)
+        return Stream(bank, None).open(readers, schedule=schedule, partial_dtype=partial_dtype)
+
+    def open(self, readers: Sequence[Reader], *, schedule: Schedule = "auto", partial_dtype: torch.dtype | None = None) -> Stream:
+        """The block that is running, with these of its readers still to come; as `close`, but the bank stays."""
+        if not readers or not _in_two_phases(self.bank, readers, schedule, partial_dtype):
+            return self
+        queries, norms = [r.query.view(-1) for r in readers], [r.norm for r in readers]
+        block = open_block(self.bank, queries, norms, readers[0].eps, partial_dtype=partial_dtype)
+        return replace(self, block=block, turns=tuple(r.query for r in readers))
+
+    def pause(self) -> Stream:
+        """Bank and settled sum alone: what is handed over where the layers are cut."""
         if self.block is not None:
             self.block.close()
-        prefix = self.settle().prefix
-        bank = self.bank if prefix is None else (*self.bank, prefix)
-        if not readers or not _in_two_phases(bank, readers, schedule, partial_dtype):
-            return Stream(bank, None)
-        queries, norms = [r.query.view(-1) for r in readers], [r.norm for r in readers]
-        block = open_block(bank, queries, norms, readers[0].eps, partial_dtype=partial_dtype)
-        return Stream(bank, None, None, block, tuple(r.query for r in readers))
+        return Stream(self.bank, self.settle().prefix)
 
 
 def _in_two_phases(bank: Sequence[Tensor], readers: Sequence[Reader], schedule: Schedule, partial: torch.dtype | None) -> bool:

@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from atoll.nn.pooled_cache import DeltaRows, LatentRows
+
 
 @dataclass
 class DeltaState:
     """One KDA layer: `state` [B,H,K,V] float32; `window` [B,W-1,3·H·K], the last inputs of the convolutions, oldest first.
 
     Decoding on a GPU keeps the state V-major in memory (`value_major`) and updates it in place; the shape says nothing of it.
+    `count`: of a call's tokens only the first so many are real, all by default; padding after them leaves no trace here.
     """
 
     state: Tensor | None = None
     window: Tensor | None = None
+    count: int | None = field(default=None, kw_only=True)
 
 
 def value_major(state: Tensor) -> Tensor:
@@ -49,16 +53,22 @@ class LatentState:
         return self.buffer[:, :end]
 
 
+LayerCache = DeltaState | LatentState | DeltaRows | LatentRows
+
+
 @dataclass
 class Cache:
-    """States of all layers for `batch` sequences that advance together. Pass it to `model(ids, cache=cache)`; it is updated in place."""
+    """States of all layers for `batch` sequences, one entry a layer. Pass it to `model(ids, cache=cache)`; it is updated in place.
+
+    The sequences advance together, `length` tokens so far; or the layers hold `DeltaRows` and `LatentRows`, where each has its own length.
+    """
 
     batch: int
-    layers: list[DeltaState | LatentState] = field(default_factory=list)
+    layers: list[LayerCache] = field(default_factory=list)
     length: int = 0
 
     def fork(self, copies: int) -> Cache:
-        """A cache for `copies` continuations of each sequence, sharing nothing with this one."""
+        """A cache for `copies` continuations of each sequence, sharing nothing with this one. Raises ValueError for rows of a pool."""
         fresh = Cache(self.batch * copies, [], self.length)
         for layer in self.layers:
             fresh.layers.append(_fork_layer(layer, copies))
@@ -70,12 +80,14 @@ class Cache:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _fork_layer(layer: DeltaState | LatentState, copies: int) -> DeltaState | LatentState:
+def _fork_layer(layer: LayerCache, copies: int) -> LayerCache:
     def repeat(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.repeat_interleave(copies, 0)
 
     if isinstance(layer, DeltaState):
         return DeltaState(repeat(layer.state), repeat(layer.window))
+    if not isinstance(layer, LatentState):
+        raise ValueError("a cache of rows in a pool cannot be forked: its owner shares their pages")
     fresh = LatentState()
     fresh.buffer, fresh.length = repeat(layer.buffer), layer.length
     return fresh

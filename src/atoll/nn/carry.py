@@ -2,6 +2,8 @@
 
 A `Cache` is moved on in place and has no gradients. Here what enters a segment is never changed, so that a layer may be computed again
 from it, and what leaves it stands beside: tensors of the segment's own graph, through which the next segment's gradients come back.
+
+The carries are no dataclasses: FSDP gives its modules copies of those that hold tensors with gradients, and what leaves would stay there.
 """
 
 from __future__ import annotations
@@ -35,13 +37,12 @@ def share_of(bounds: list[int], start: int, stop: int) -> Share:
     return Share(start, stop, [0, *sorted(inside), stop - start], start - max(b for b in bounds if b <= start))
 
 
-@dataclass
 class DeltaCarry:
     """One KDA layer. Entering: `state` [1,H,K,V] and `window` [1,W-1,3·H·K], None at the start of a document; leaving: `next`."""
 
-    state: Tensor | None = None
-    window: Tensor | None = None
-    next: DeltaState | None = None
+    def __init__(self, state: Tensor | None = None, window: Tensor | None = None) -> None:
+        self.state, self.window = state, window
+        self.next: DeltaState | None = None
 
     def enter(self, documents: int) -> DeltaState:
         """A state for each of the segment's documents: the first goes on, the others begin."""
@@ -60,12 +61,12 @@ def _others_zero(first: Tensor | None, documents: int) -> Tensor | None:
     return torch.cat([first, first.new_zeros(documents - 1, *first.shape[1:])])
 
 
-@dataclass
 class LatentCarry:
     """One MLA layer. Entering: `prefix` [1,S,kv_lora+rope], latents of the first document so far; leaving: `rows`, the segment's."""
 
-    prefix: Tensor | None = None
-    rows: Tensor | None = None
+    def __init__(self, prefix: Tensor | None = None) -> None:
+        self.prefix = prefix
+        self.rows: Tensor | None = None
 
 
 class SegmentCache(Cache):

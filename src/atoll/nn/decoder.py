@@ -13,13 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.config import BalanceConfig, ModelConfig
 from atoll.nn.block_residual import DepthProbe, Reader, Schedule, Stream, read
-from atoll.nn.cache import Cache, DeltaState, LatentState
+from atoll.nn.cache import Cache, LayerCache
 from atoll.nn.carry import DeltaCarry, LatentCarry, SegmentCache
 from atoll.nn.delta_attention import DeltaAttention
+from atoll.nn.head import Head
 from atoll.nn.latent_attention import LatentAttention
 from atoll.nn.latent_moe import LatentMoE, Routing
-from atoll.nn.linear import Linear, RMSNorm, Weight
+from atoll.nn.linear import RMSNorm, Weight
 from atoll.nn.mlp import GatedMLP
+from atoll.nn.pooled_cache import DeltaRows
 
 
 def build_mixer(c: ModelConfig, layer: int, **factory) -> DeltaAttention | LatentAttention:
@@ -96,7 +98,7 @@ class DecoderLayer(nn.Module):
         stream: Stream,
         *,
         cu_seqlens: Tensor | None = None,
-        cache: DeltaState | LatentState | DeltaCarry | LatentCarry | None = None,
+        cache: LayerCache | DeltaCarry | LatentCarry | None = None,
         mask: Tensor | None = None,
         routing: Routing | None = None,
         probe: DepthProbe | None = None,
@@ -160,13 +162,21 @@ class Decoder(nn.Module):
         routing: list[Routing] | None = None,
         probe: DepthProbe | None = None,
         embeds: Tensor | None = None,
-    ) -> Tensor:
-        """`embeds` [B,T,D] stands in for the embedding of `input_ids`: features of images among it."""
-        stream = Stream((), self.embed_tokens(input_ids) if embeds is None else embeds)
+        stream: Stream | None = None,
+        layers: range | None = None,
+    ) -> Tensor | Stream:
+        """`embeds` [B,T,D] stands in for the embedding of `input_ids`: features of images among it.
+
+        Of some `layers` alone: `stream` is what those before left; what these leave is returned where others follow. `routing` is theirs.
+        """
+        layers = range(len(self.layers)) if layers is None else layers
+        flow = stream or Stream((), self.embed_tokens(input_ids) if embeds is None else embeds)
         routes = iter(routing or [])
-        for i, layer in enumerate(self.layers):
-            if self.residual == "block" and layer.starts_block:
-                stream = stream.close(self._readers(i), schedule=self.schedule, partial_dtype=self.partial_dtype)
+        for i in layers:
+            layer = self.layers[i]
+            if self.residual == "block" and (layer.starts_block or i == layers.start):
+                begin = flow.close if layer.starts_block else flow.open
+                flow = begin(self._readers(i, layers.stop), schedule=self.schedule, partial_dtype=self.partial_dtype)
             call = {
                 "cu_seqlens": cu_seqlens,
                 "cache": None if cache is None else cache.layers[i],
@@ -174,15 +184,15 @@ class Decoder(nn.Module):
                 "routing": next(routes, None) if layer.block_sparse_moe is not None else None,
                 "probe": probe,
             }
-            stream = self._recomputed(layer, stream, call) if self._recompute(cache) else layer(stream, **call)
-        return self._output(stream, probe)
+            flow = self._recomputed(layer, flow, call) if self._recompute(cache) else layer(flow, **call)
+        return self._output(flow, probe) if layers.stop == len(self.layers) else flow.pause()
 
-    def _readers(self, first: int) -> list[Reader]:
-        """The readers of the block that starts at layer `first`, the output's at the last."""
-        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        end = next((i for i in range(first + 1, len(layers)) if layers[i].starts_block), None)
-        readers = [r for layer in layers[first:end] for r in layer.readers()]
-        return readers if end is not None else [*readers, self.output_reader()]
+    def _readers(self, first: int, stop: int) -> list[Reader]:
+        """The readers of a block's layers from `first` on and before `stop`, the output's at the last."""
+        layers = [layer for layer in self.layers[first:stop] if isinstance(layer, DecoderLayer)]
+        end = next((i for i, layer in enumerate(layers) if i and layer.starts_block), None)
+        readers = [r for layer in layers[:end] for r in layer.readers()]
+        return readers if end is not None or stop < len(self.layers) else [*readers, self.output_reader()]
 
     def _recompute(self, cache: Cache | None) -> bool:
         again = cache is None or isinstance(cache, SegmentCache)  # a state that was moved on in place could not be entered twice
@@ -195,6 +205,13 @@ class Decoder(nn.Module):
         out = checkpoint(layer, stream, use_reentrant=False, preserve_rng_state=False, **call)
         assert isinstance(out, Stream)
         return out
+
+    def replay(self, cache: Cache, counts: Tensor) -> None:
+        """Make a draft's first `counts` int64 [B] tokens count in every KDA layer; see `DeltaRows`."""
+        for layer, state in zip(self.layers, cache.layers, strict=True):
+            mixer = layer.self_attn
+            if isinstance(mixer, DeltaAttention) and isinstance(state, DeltaRows):
+                mixer.replay(state, counts)
 
     def output_reader(self) -> Reader:
         return Reader(self.output_attn_res_norm.weight, self.output_attn_res_proj.weight, self.eps)
@@ -216,7 +233,7 @@ class LanguageModel(nn.Module):
     def __init__(self, c: ModelConfig, balance: BalanceConfig, **factory) -> None:
         super().__init__()
         self.model = Decoder(c, balance, **factory)
-        self.lm_head = Linear(c.hidden_size, c.vocab_size, **factory)
+        self.lm_head = Head(c.hidden_size, c.vocab_size, **factory)
 
     def reset_parameters(self, std: float) -> None:
         """Set every parameter and buffer: the start of training, whatever the memory held (also after `to_empty`)."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from atoll.nn.cache import DeltaState, value_major
 from atoll.nn.carry import DeltaCarry
 from atoll.nn.linear import Linear, Weight
+from atoll.nn.pooled_cache import DeltaRows
 from atoll.ops import kda
 from atoll.ops.conv import short_conv
 from atoll.ops.kda import ConvState, OutputNorm, kda_step
@@ -24,7 +25,8 @@ class DeltaAttention(nn.Module):
     """Causal mixing of tokens through one [K,V] state a head.
 
     `forward(x)` maps [B,T,dim] to [B,T,dim]. Packed documents: B = 1 and `cu_seqlens` [N+1]; state and convolution start
-    anew in each. `cache` (a `DeltaState`) carries both over calls and is updated in place.
+    anew in each. `cache` (a `DeltaState`, or `DeltaRows` for one token or a few of rows in a pool) carries both over calls and is updated
+    in place.
 
     Args:
         dim: width of the input.
@@ -81,25 +83,27 @@ class DeltaAttention(nn.Module):
             self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
             self.o_norm.weight.fill_(1.0)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | DeltaRows | None = None) -> Tensor:
         if isinstance(cache, DeltaCarry):
             states = cache.enter(1 if cu_seqlens is None else cu_seqlens.numel() - 1)
             out = self.forward(x, cu_seqlens=cu_seqlens, cache=states)
             cache.leave(states)
             return out
+        if isinstance(cache, DeltaRows):
+            return self._row_steps(x, cache)
         if cache is not None and self._steps(x, cache):
             return self._step(x, cache)
         q, k, v = self._convolved(x, cu_seqlens, cache)
-        shape = (*x.shape[:2], self.num_heads, self.head_dim)
-        decay = self.f_b_proj(self.f_a_proj(x)).view(shape)
+        live = q.shape[1]
+        decay = self.f_b_proj(self.f_a_proj(x))[:, :live].reshape(q.shape)
         if self.probe is not None:
             self.probe.append(self.log_decay(decay.detach()))
         out, state = kda(
-            q.view(shape),
-            k.view(shape),
-            v.view(shape),
+            q,
+            k,
+            v,
             decay,
-            self.b_proj(x),
+            self.b_proj(x)[:, :live],
             self.A_log,
             self.dt_bias.view(self.num_heads, self.head_dim),
             lower_bound=self.lower_bound,
@@ -109,7 +113,8 @@ class DeltaAttention(nn.Module):
         )
         if cache is not None:
             cache.state = state
-        out = gated_rms_norm(out, self.o_norm.weight, self._gate(x).view(shape), self.eps)
+        out = F.pad(out, (0, 0, 0, 0, 0, x.shape[1] - live)) if live < x.shape[1] else out
+        out = gated_rms_norm(out, self.o_norm.weight, self._gate(x).view(out.shape), self.eps)
         return self.o_proj(out.flatten(2).to(x.dtype))
 
     def _gate(self, x: Tensor) -> Tensor:
@@ -143,15 +148,55 @@ class DeltaAttention(nn.Module):
         cache.window = conv.window
         return self.o_proj(out.flatten(1)).unsqueeze(1)
 
+    # -------------------------------------------------- rows of a pool
+
+    def _row_steps(self, x: Tensor, cache: DeltaRows) -> Tensor:
+        """A few tokens of each row, [B,T,dim] to [B,T,dim], one after the other; slots are left as they are where it is a draft."""
+        shape = (*x.shape[:2], self.num_heads, self.head_dim)
+        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        inputs = projected, self.f_b_proj(self.f_a_proj(x)).view(shape), self.b_proj(x)
+        if cache.draft:
+            cache.inputs = inputs
+            state, window = (t.index_select(0, cache.slots) for t in (cache.state, cache.window))
+            out = self._advance(inputs, state, window, [torch.arange(len(x), device=x.device)] * x.shape[1])
+        else:
+            out = self._advance(inputs, cache.state, cache.window, [cache.slots] * x.shape[1])
+        out = gated_rms_norm(out, self.o_norm.weight, self._gate(x).view(shape), self.eps)
+        return self.o_proj(out.flatten(2).to(x.dtype))
+
+    def replay(self, cache: DeltaRows, counts: Tensor) -> None:
+        """Advance the slots of a draft by its first `counts` int64 [B] tokens, for good: Kimi K3 report §5.4.2."""
+        assert cache.inputs is not None
+        steps = [torch.where(counts > t, cache.slots, -1) for t in range(int(counts.max()))]
+        if steps:
+            self._advance(cache.inputs, cache.state, cache.window, steps)
+        cache.inputs = None
+
+    def _advance(self, inputs: tuple[Tensor, Tensor, Tensor], state: Tensor, window: Tensor, slots: list[Tensor]) -> Tensor:
+        """What is read at each step [B,T,H,V]; `state` and `window` advance in place. `slots`: int64 [B] a step, -1 to skip a row."""
+        filters = (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)
+        bias = self.dt_bias.view(self.num_heads, self.head_dim)
+        outs = []
+        for t, rows in enumerate(slots):
+            token = [x[:, t] for x in inputs]
+            conv = ConvState(filters, window)
+            outs.append(kda_step(token[0], token[1], token[2], self.A_log, bias, state, conv, lower_bound=self.lower_bound, slots=rows)[0])
+        return torch.stack(outs, 1)
+
+    # -------------------------------------------------- whole sequences
+
     def _convolved(self, x: Tensor, cu_seqlens: Tensor | None, cache: DeltaState | None) -> tuple[Tensor, ...]:
-        """Queries, keys and values [B,T,H·K] after convolution and SiLU; moves the cache's window on."""
+        """Queries, keys and values [B,n,H,K] of a call's n real tokens after convolution and SiLU; moves the cache's window on."""
+        live = x.shape[1] if cache is None or cache.count is None else cache.count
         inner = self.num_heads * self.head_dim
         windows = [None] * 3 if cache is None or cache.window is None else list(cache.window.split(inner, -1))
         pairs = ((self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d))
         outs, ends = [], []
         for (proj, conv), window in zip(pairs, windows, strict=True):
-            y, end = short_conv(proj(x), conv.weight, initial_state=window, cu_seqlens=cu_seqlens, output_final_state=cache is not None)
-            outs.append(y)
+            y, end = short_conv(
+                proj(x)[:, :live], conv.weight, initial_state=window, cu_seqlens=cu_seqlens, output_final_state=cache is not None
+            )
+            outs.append(y.view(x.shape[0], live, self.num_heads, self.head_dim))
             ends.append(end)
         if cache is not None:
             cache.window = torch.cat(ends, -1)

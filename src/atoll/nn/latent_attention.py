@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from atoll.nn.cache import LatentState
 from atoll.nn.carry import LatentCarry
 from atoll.nn.linear import Linear, RMSNorm
+from atoll.nn.pooled_cache import LatentRows
 from atoll.ops.attention import causal_attention, latent_attention_step
+from atoll.ops.paged_attention import paged_latent_attention
 from atoll.ops.situ import wide
 
 
 class LatentAttention(nn.Module):
     """Causal softmax attention, [B,T,dim] to [B,T,dim].
 
-    The cache holds kv_lora_rank + rope_dim values a token. Whole sequences expand it to keys and values; a single new token
-    uses the absorbed form, which never does. The `rope_dim` channels are a key shared by all heads; they are never rotated
-    and count in the scale. Packed documents: B = 1 and `cu_seqlens` [N+1].
+    The cache holds kv_lora_rank + rope_dim values a token. Whole sequences expand it to keys and values; a single new token, and
+    any tokens of rows in a pool (`LatentRows`), use the absorbed form, which never does. The `rope_dim` channels are a key shared
+    by all heads; they are never rotated and count in the scale. Packed documents: B = 1 and `cu_seqlens` [N+1].
 
     Args:
         dim: width of the input. num_heads: H. q_lora_rank: rank of the query, or None for a direct projection.
@@ -71,9 +73,13 @@ class LatentAttention(nn.Module):
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | LatentCarry | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: LatentState | LatentCarry | LatentRows | None = None
+    ) -> Tensor:
         q = self._queries(x)
         rows = self._latent_rows(x)
+        if isinstance(cache, LatentRows):
+            return self._output(x, self._paged(q, rows, cache))
         if isinstance(cache, LatentCarry):
             cache.rows = rows
             before = 0 if cache.prefix is None else cache.prefix.shape[1]
@@ -130,14 +136,27 @@ class LatentAttention(nn.Module):
 
     def _absorbed(self, q: Tensor, rows: Tensor) -> Tensor:
         """One new token against cached rows, keys and values never formed. [B,1,H,v]"""
+        q_latent, q_pe, w_v = self._absorb(q)
+        latent, k_pe = rows.split([self.kv_lora_rank, self.rope_dim], -1)
+        lengths = torch.full((q.shape[0],), rows.shape[1], device=q.device)
+        context = latent_attention_step(q_latent, q_pe, latent, k_pe, lengths, scale=self.scale)
+        return torch.einsum("bthc,hvc->bthv", context.to(w_v.dtype), w_v)
+
+    def _paged(self, q: Tensor, rows: Tensor, cache: LatentRows) -> Tensor:
+        """New tokens [B,T] of rows of different lengths against their pages. [B,T,H,v]"""
+        q_latent, q_pe, w_v = self._absorb(q)
+        lengths, query = cache.append(rows), torch.cat([q_latent, q_pe], -1)
+        context, _ = paged_latent_attention(
+            query, cache.pages, cache.table, lengths, counts=cache.counts, width=self.kv_lora_rank, scale=self.scale
+        )
+        return torch.einsum("bthc,hvc->bthv", context.to(w_v.dtype), w_v)
+
+    def _absorb(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries in the latent's space [B,T,H,kv_lora], those of the shared key, and the weights from context to values [H,v,kv_lora]."""
         weight = self.kv_b_proj.weight.view(self.num_heads, self.nope_dim + self.v_dim, self.kv_lora_rank)
         w_k, w_v = weight.split([self.nope_dim, self.v_dim], 1)
         q_nope, q_pe = q.split([self.nope_dim, self.rope_dim], -1)
-        latent, k_pe = rows.split([self.kv_lora_rank, self.rope_dim], -1)
-        lengths = torch.full((q.shape[0],), rows.shape[1], device=q.device)
-        q_latent = torch.einsum("bthn,hnc->bthc", q_nope, w_k)
-        context = latent_attention_step(q_latent, q_pe, latent, k_pe, lengths, scale=self.scale)
-        return torch.einsum("bthc,hvc->bthv", context.to(w_v.dtype), w_v)
+        return torch.einsum("bthn,hnc->bthc", q_nope, w_k), q_pe, w_v
 
     @torch.no_grad()
     def _note_norms(self, q: Tensor, k: Tensor) -> None:

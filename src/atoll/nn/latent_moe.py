@@ -80,6 +80,10 @@ class Experts(nn.Module):
         for scale in self.buffers():
             scale.fill_(NAN_SCALE)
 
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        """`experts_mlp` with these weights."""
+        return experts_mlp(x, ids, weights, self.w1, self.w3, self.w2, **options)
+
 
 class LatentMoE(nn.Module):
     """A drop-in mixture of experts, [..., dim] to [..., dim].
@@ -165,18 +169,20 @@ class LatentMoE(nn.Module):
     def forward(self, x: Tensor, *, mask: Tensor | None = None, routing: Routing | None = None) -> Tensor:
         """`mask` [...] is false where a token is padding and must not be counted; `routing` records or forces experts."""
         flat = x.reshape(-1, x.shape[-1])
-        ids, weights = self._route(flat, None if mask is None else mask.reshape(-1), routing)
-        latent = flat if self.routed_expert_down_proj is None else self.routed_expert_down_proj(flat)
-        e = self.experts
-        act = {"activation": self.activation, "beta": self.beta, "linear_beta": self.linear_beta}
-        out = experts_mlp(latent, ids, weights, e.w1, e.w3, e.w2, **act, quantization=self.quantization)
-        if self.routed_expert_norm is not None:
-            out = self.routed_expert_norm(out)
-        if self.routed_expert_up_proj is not None:
-            out = self.routed_expert_up_proj(out)
+        out = self._routed(flat, None if mask is None else mask.reshape(-1), routing)
         if self.shared_experts is not None:
             out = out + self.shared_experts(flat)
         return out.view_as(x)
+
+    def _routed(self, x: Tensor, mask: Tensor | None, routing: Routing | None) -> Tensor:
+        """What the routed experts make of tokens [T,dim]."""
+        ids, weights = self._route(x, mask, routing)
+        latent = x if self.routed_expert_down_proj is None else self.routed_expert_down_proj(x)
+        act = {"activation": self.activation, "beta": self.beta, "linear_beta": self.linear_beta}
+        out = self.experts(latent, ids, weights, **act, quantization=self.quantization)
+        if self.routed_expert_norm is not None:
+            out = self.routed_expert_norm(out)
+        return out if self.routed_expert_up_proj is None else self.routed_expert_up_proj(out)
 
     def _route(self, x: Tensor, mask: Tensor | None, routing: Routing | None) -> tuple[Tensor, Tensor]:
         scores = self.gate(x)

@@ -6,6 +6,7 @@ interpolated to each grid; pre-norm blocks whose attention sees one whole item; 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -76,7 +77,8 @@ class PatchEmbed(nn.Module):
     def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         weight = self.proj.weight
         x = F.linear(pixels.to(weight.dtype).flatten(1), weight.flatten(1))
-        return x + torch.cat([self._positions(grid) for grid in grids]).to(x.dtype)
+        alike = [(grid, len(list(run))) for grid, run in itertools.groupby(grids)]
+        return x + torch.cat([self._positions(grid).repeat(count, 1) for grid, count in alike]).to(x.dtype)
 
     def _positions(self, grid: Grid) -> Tensor:
         frames, rows, columns = grid
@@ -166,9 +168,16 @@ class VisionTower(nn.Module):
         Raises ValueError, one line, for grids that cannot be and for counts that do not agree.
         """
         grids = self.grids(pixel_values, grid_thws)
-        x = self.encoder(self.patch_embed(pixel_values, grids), grids)
-        items = zip(x.split([math.prod(grid) for grid in grids]), grids, strict=True)
-        return torch.cat([merge_patches(item, grid, self.merge) for item, grid in items])
+        order = sorted(range(len(grids)), key=grids.__getitem__)  # items of one grid are computed together
+        sizes = [math.prod(grid) for grid in grids]
+        alike = [grids[i] for i in order]
+        x = self.encoder(self.patch_embed(_reordered(pixel_values, sizes, order), alike), alike)
+        runs = [(grid, len(list(run))) for grid, run in itertools.groupby(alike)]
+        parts = zip(x.split([math.prod(grid) * count for grid, count in runs]), runs, strict=True)
+        merged = torch.cat([merge_patches(part, grid, self.merge, count) for part, (grid, count) in parts])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        lengths = self.feature_lengths(torch.tensor(alike))
+        return _reordered(merged, lengths, back)
 
     def grids(self, pixel_values: Tensor, grid_thws: Tensor) -> list[Grid]:
         """The checked grids of a call."""
@@ -230,6 +239,15 @@ def build_vision(v: VisionConfig, hidden_size: int, **factory) -> tuple[VisionTo
         **factory,
     )
     return tower, Projector(v.vt_hidden_size * math.prod(v.merge_kernel_size), hidden_size, v.projector_ln_eps, **factory)
+
+
+def _reordered(x: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+    """The parts of `x` [N, ...], of `sizes` rows each, in `order`."""
+    if order == list(range(len(order))):
+        return x
+    starts = [0, *itertools.accumulate(sizes)]
+    rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order])
+    return x.index_select(0, rows.to(x.device))
 
 
 def _uniform(weight: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,8 @@ from atoll.ops.prefix_attention import prefix_attention
 
 # cuDNN first: it has the fastest backward of the fused kernels for unlike key and value widths.
 _CUDA = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+MANY = 4  # segments of a length, on average, from which on it pays to bring them together
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, offset: int, causal: bool = True) -> Tensor:
@@ -59,12 +62,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, cu_seqlen
 
 
 def _each(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, causal: bool) -> Tensor:
-    """Attention within each segment of the one row; `lengths` are above 0 and add up to it."""
-    if len(set(lengths)) == 1:  # segments of one length are a batch
-        q_rows, k_rows, v_rows = (u.reshape(len(lengths), lengths[0], *u.shape[2:]) for u in (q, k, v))
-        return _attend(q_rows, k_rows, v_rows, scale, 0, causal).reshape(*q.shape[:3], v.shape[-1])
-    segments = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
-    return torch.cat([_attend(*segment, scale, 0, causal) for segment in segments], 1)
+    """Attention within each segment of the one row; `lengths` are above 0 and add up to it. Segments of one length are a batch.
+
+    Where many segments share few lengths, as documents and pictures of some tokens do, they are brought together by length first.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    shuffled = len(set(lengths)) * MANY <= len(lengths) and order != list(range(len(lengths)))
+    place = None
+    if shuffled:
+        starts = [0, *itertools.accumulate(lengths)]
+        place = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order]).to(q.device)
+        q, k, v, lengths = *(u.index_select(1, place) for u in (q, k, v)), [lengths[i] for i in order]
+    runs = [(length, len(list(alike))) for length, alike in itertools.groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    done = []
+    for (length, count), *segment in zip(runs, *(u.split(sizes, 1) for u in (q, k, v)), strict=True):
+        q_rows, k_rows, v_rows = (u.reshape(count, length, *u.shape[2:]) for u in segment)
+        done.append(_attend(q_rows, k_rows, v_rows, scale, 0, causal).reshape(1, length * count, q.shape[2], v.shape[-1]))
+    out = torch.cat(done, 1) if len(done) > 1 else done[0]
+    return out if place is None else out.index_select(1, place.argsort())
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, scale: float) -> Tensor:

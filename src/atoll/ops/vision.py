@@ -6,6 +6,7 @@ stand frame by frame, each frame row by row. A grid is (frames, rows, columns), 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -58,12 +59,12 @@ def rotation_angles(grids: Sequence[Grid], head_dim: int, dtype: torch.dtype, de
     kind = _wide(dtype)
     theta = 10000.0 ** (-torch.arange(0, head_dim, 4, dtype=kind, device=device) / head_dim)
     parts = []
-    for frames, rows, columns in grids:
+    for (frames, rows, columns), alike in itertools.groupby(grids):
         across = torch.arange(columns, dtype=kind, device=device)[:, None] * theta
         down = torch.arange(rows, dtype=kind, device=device)[:, None] * theta
         shape = rows, columns, len(theta)
         pairs = torch.stack([across[None].expand(shape), down[:, None].expand(shape)], -1)
-        parts.append(pairs.reshape(rows * columns, -1).repeat(frames, 1))
+        parts.append(pairs.reshape(rows * columns, -1).repeat(frames * len(list(alike)), 1))
     return torch.cat(parts)
 
 
@@ -75,8 +76,9 @@ def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return turned.flatten(-2).to(x.dtype)
 
 
-def merge_patches(x: Tensor, grid: Grid, kernel: tuple[int, int]) -> Tensor:
-    """One item's patches [t·h·w, D] as [h/a · w/b, a·b, D] for kernel (a, b): the mean over frames, a × b neighbours together."""
+def merge_patches(x: Tensor, grid: Grid, kernel: tuple[int, int], items: int = 1) -> Tensor:
+    """Patches [items·t·h·w, D] of items of one grid as [items · h/a · w/b, a·b, D] for kernel (a, b): the mean over frames, a × b
+    neighbours together."""
     (frames, rows, columns), (a, b) = grid, kernel
-    tiles = x.view(frames, rows // a, a, columns // b, b, x.shape[-1]).mean(0)
-    return tiles.transpose(1, 2).reshape(-1, a * b, x.shape[-1])
+    tiles = x.view(items, frames, rows // a, a, columns // b, b, x.shape[-1]).mean(1)
+    return tiles.transpose(2, 3).reshape(-1, a * b, x.shape[-1])

@@ -104,6 +104,8 @@ class ModelOptimizer:
             part.zero_grad()
 
     context: Any = None  # where sequences are cut over processes, `parallel.context.Context`
+    pipeline: Any = None  # where layers are, `parallel.pipeline.Pipelined`
+    counts = True  # whether this process's numbers count, not those of another that has the same tokens and layers
 
     @property
     def num_parameters(self) -> int:

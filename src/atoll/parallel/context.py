@@ -24,6 +24,7 @@ from atoll.nn.cache import DeltaState
 from atoll.nn.carry import DeltaCarry, Share, share_of
 from atoll.nn.delta_attention import DeltaAttention
 from atoll.nn.latent_attention import LatentAttention
+from atoll.nn.pooled_cache import DeltaRows
 from atoll.ops import kda
 from atoll.ops.norm import gated_rms_norm
 
@@ -75,13 +76,13 @@ class ContextDelta(DeltaAttention):
 
     context: Context
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None, cache: DeltaState | DeltaCarry | DeltaRows | None = None) -> Tensor:
         share = self.context.share
         if share is None:
             return super().forward(x, cu_seqlens=cu_seqlens, cache=cache)
         q, k, v = self._convolved(x, cu_seqlens, self._window(x, share))
-        shape = (*x.shape[:2], self.num_heads, self.head_dim)
-        parts = [*(t.view(shape) for t in (q, k, v, self.f_b_proj(self.f_a_proj(x)))), self.b_proj(x)]
+        shape = q.shape
+        parts = [q, k, v, self.f_b_proj(self.f_a_proj(x)).view(shape), self.b_proj(x)]
         out = self._attend(parts, share, cu_seqlens)
         out = gated_rms_norm(out, self.o_norm.weight, self._gate(x).view(shape), self.eps)
         return self.o_proj(out.flatten(2).to(x.dtype))

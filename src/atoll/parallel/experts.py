@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll.nn.latent_moe import Experts, LatentMoE, Routing
+from atoll.nn.latent_moe import Experts, LatentMoE
 from atoll.ops import experts_mlp
 from atoll.ops.situ import wide
 
@@ -138,25 +138,12 @@ class OwnedExperts(Experts):
         return self.dispatcher.combine(experts_mlp(came.rows, *ones, self.w1, self.w3, self.w2, **options), came)
 
 
-class OwnedMoE(LatentMoE):
-    """`LatentMoE` whose experts are `OwnedExperts`."""
-
-    def forward(self, x: Tensor, *, mask: Tensor | None = None, routing: Routing | None = None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        ids, weights = self._route(flat, None if mask is None else mask.reshape(-1), routing)
-        latent = flat if self.routed_expert_down_proj is None else self.routed_expert_down_proj(flat)
-        act = {"activation": self.activation, "beta": self.beta, "linear_beta": self.linear_beta}
-        out = self.experts(latent, ids, weights, **act, quantization=self.quantization)
-        out = out if self.routed_expert_norm is None else self.routed_expert_norm(out)
-        out = out if self.routed_expert_up_proj is None else self.routed_expert_up_proj(out)
-        out = out if self.shared_experts is None else out + self.shared_experts(flat)
-        return out.view_as(x)
-
-
 def share_out(moe: LatentMoE, mesh: DeviceMesh) -> None:
     """Leave `moe` with this process's part of its experts over the one axis of `mesh`; the others' weights are dropped."""
     owners, here = mesh.size(), mesh.get_local_rank()
     for name, w in list(moe.experts.named_parameters()):
         setattr(moe.experts, name, nn.Parameter(w.detach().chunk(owners)[here].clone(), w.requires_grad))
-    moe.experts.__class__, moe.__class__ = OwnedExperts, OwnedMoE
+    for name, scale in list(moe.experts.named_buffers()):
+        moe.experts.register_buffer(name, scale.chunk(owners)[here].clone())
+    moe.experts.__class__ = OwnedExperts
     cast(OwnedExperts, moe.experts).dispatcher = AllToAll(mesh.get_group(), moe.num_experts // owners)

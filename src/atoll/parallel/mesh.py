@@ -1,37 +1,46 @@
-"""The mesh: which process stands where on which axis, and which layouts there can be.
+"""The mesh: which process stands where on which axis.
 
-Ranks are numbered with the expert axis innermost, then context, data_shard and data_replicate: experts exchange tokens within a machine
-as long as they fit into one. Every axis but context has samples of its own, so a step's samples divide by all of them. Weights are cut
-along context as along data_shard.
+Ranks are numbered with the tensor axis innermost, then expert, context, data_shard and data_replicate, and pipeline outermost: what
+exchanges most lies within a machine as long as it fits into one, and what passes between stages, little, goes between machines. Weights are
+cut along context as along data_shard.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll.config import Config, ConfigError, ParallelConfig
-
-BUILT = ("data_replicate", "data_shard", "expert", "context")
+from atoll.config import ParallelConfig
+from atoll.parallel.layouts import size
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One mesh in three views.
+    """One mesh in several views. The first four are of the processes that hold the same layers, a stage of the pipeline.
 
     whole: (data_replicate, expert, data_shard), in the order in which a stack of experts is cut: to its owners, then among their shards;
-    its data_shard holds the context axis. dense: (data_replicate, data), the last two axes as one: every other matrix is cut along it.
-    context: that axis alone, None where it is 1.
+    its data_shard holds the context and the tensor axis. dense: (data_replicate, data), the processes of this one's tensor rank: every
+    other matrix, or what the tensor axis leaves of it, is cut along the last axis. grid: (data_replicate, tensor, data), the same in the
+    order in which a matrix is cut, None where tensor is 1. copy: (data_replicate, data) with the tensor axis in data, a whole stage.
+    context, tensor, pipeline: those axes alone, None where they are 1; `pipelines` are the ranks of every pipeline.
+    stage: one group of a stage's processes. peers: one group of those of dense.
     """
 
     whole: DeviceMesh
     dense: DeviceMesh
+    grid: DeviceMesh | None
+    copy: DeviceMesh
     context: DeviceMesh | None
+    tensor: DeviceMesh | None
+    pipeline: DeviceMesh | None
+    pipelines: list[list[int]]
+    stage: dist.ProcessGroup
+    peers: dist.ProcessGroup
 
     @property
     def experts(self) -> DeviceMesh:
@@ -43,98 +52,68 @@ class Mesh:
         """Processes among which the experts are shared out."""
         return self.whole["expert"].size()
 
+    @property
+    def tensor_size(self) -> int:
+        """Processes that compute the same tokens with parts of the same matrices."""
+        return 1 if self.tensor is None else self.tensor.size()
+
+    @property
+    def tensor_rank(self) -> int:
+        """This process's number among those."""
+        return 0 if self.tensor is None else self.tensor.get_local_rank()
+
+    @property
+    def counts(self) -> bool:
+        """Whether this process is the one, of those that read the same tokens, that counts them: it has the last stage, and the loss."""
+        last = self.pipeline is None or self.pipeline.get_local_rank() == self.pipeline.size() - 1
+        return last and self.tensor_rank == 0
+
+    def over_peers(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce in place over the processes that hold the same weights but for FSDP: of one stage and tensor rank, all replicas."""
+        dist.all_reduce(tensor, op, group=self.peers)
+
+    def over_tensor(self, tensor: Tensor) -> None:
+        """Sum in place over the tensor axis."""
+        if self.tensor is not None:
+            dist.all_reduce(tensor, group=self.tensor.get_group())
+
+    def first_of_tensor(self, tensor: Tensor) -> None:
+        """That of the first process of the tensor axis, in place."""
+        if self.tensor is not None:
+            dist.broadcast(tensor, group=self.tensor.get_group(), group_src=0)
+
+    def over_copy(self, tensor: Tensor) -> None:
+        """Sum in place what the parts of one copy of the stage have found."""
+        dist.all_reduce(tensor, group=self.copy.get_group("data"))
+
+    def over_stages(self, tensor: Tensor) -> None:
+        """Sum in place over the pipeline."""
+        if self.pipeline is not None:
+            dist.all_reduce(tensor, group=self.pipeline.get_group())
+
 
 def make_mesh(p: ParallelConfig, device: str) -> Mesh:
     """The mesh of the processes now running; `device` is its type, "cpu" or "cuda". The layout has passed `check`."""
-    at = torch.arange(size(p)).view(p.data_replicate, p.data_shard * p.context, p.expert)
-    whole = DeviceMesh(device, at.transpose(1, 2), mesh_dim_names=("data_replicate", "expert", "data_shard"))
+    at = torch.arange(size(p)).view(p.pipeline, p.data_replicate, p.data_shard * p.context, p.expert, p.tensor)
+
+    def within_stages(ranks: Tensor, *names: str) -> DeviceMesh:
+        return DeviceMesh(device, ranks, mesh_dim_names=("pipeline", *names))[names]
+
+    def line(ranks: Tensor, name: str) -> DeviceMesh:
+        """The mesh of one axis: this process's row of `ranks`."""
+        return DeviceMesh(device, ranks, mesh_dim_names=("others", name))[name]
+
+    whole = within_stages(at.transpose(2, 3).flatten(3), "data_replicate", "expert", "data_shard")
     # Ranks ascend along every axis: torch numbers the processes of a group so, and a mesh in another order would contradict it.
-    dense = DeviceMesh(device, at.flatten(1), mesh_dim_names=("data_replicate", "data"))
-    if p.context == 1:
-        return Mesh(whole, dense, None)
-    rows = at.view(-1, p.context, p.expert).transpose(1, 2).flatten(0, 1)
-    return Mesh(whole, dense, DeviceMesh(device, rows, mesh_dim_names=("rows", "context"))["context"])
-
-
-def size(p: ParallelConfig) -> int:
-    """Processes of a layout."""
-    return math.prod(dataclasses.astuple(p))
-
-
-def place(p: ParallelConfig, rank: int) -> tuple[int, int]:
-    """Which share of a step's samples a process takes, and how many shares there are. Those of one context group take the same."""
-    outer, inner = divmod(rank, p.context * p.expert)
-    return outer * p.expert + inner % p.expert, size(p) // p.context
-
-
-# ---------------------------------------------------------------- what can be
-
-
-def check(config: Config, processes: int) -> None:
-    """Refuse a layout that cannot be, before anything is allocated. Raises `ConfigError`, one line with the nearest layout that can."""
-    p = config.parallel
-    problem = _problem(config, p, processes)
-    if problem is not None:
-        field, value, why = problem
-        raise ConfigError(f"parallel.{field} = {value!r}: {why}; {_remedy(config, processes)}")
-    if processes > 1 and config.balance.kind == "quantile" and config.balance.bins is None:
-        raise ConfigError('balance.bins = None: exact quantiles cannot be pooled over processes; give bins, as "1000"')
-    if processes > 1 and config.model.quantization != "none":
-        raise ConfigError(
-            f"model.quantization = {config.model.quantization!r}: not built yet over several processes; start one, or take 'none'"
-        )
-
-
-def _problem(config: Config, p: ParallelConfig, processes: int) -> tuple[str, int, str] | None:
-    """(field, value, reason) of what is wrong with a layout; None when it can be."""
-    for name, value in dataclasses.asdict(p).items():
-        if value < 1:
-            return name, value, "1 or more is expected"
-        if value > 1 and name not in BUILT:
-            return name, value, "this axis is not built yet; leave it at 1"
-    if size(p) != processes:
-        axes = " x ".join(f"{name} {value}" for name, value in dataclasses.asdict(p).items() if name in BUILT)
-        field = next((name for name in ("expert", "context") if processes % getattr(p, name)), "data_shard")
-        value = getattr(p, field)
-        return field, value, f"{axes} is for {size(p)} processes and {processes} run"
-    shares = processes // p.context
-    for i, stage in enumerate(config.stages):
-        if stage.batch % shares:
-            return "data_shard", p.data_shard, f"{shares} processes do not divide stages.{i}.batch = {stage.batch}"
-        if stage.length % p.context or stage.length // p.context < config.model.short_conv_kernel_size - 1:
-            return "context", p.context, f"does not cut stages.{i}.length = {stage.length} into even shares longer than a convolution"
-        if p.context > 1 and stage.segment is not None:
-            return "context", p.context, f"cuts the same sequences as stages.{i}.segment = {stage.segment}; leave one of the two"
-        micro = config.train.micro_batch if stage.micro_batch is None else stage.micro_batch
-        if micro is not None and (share := stage.batch // shares) > micro and share % micro:
-            return "data_shard", p.data_shard, f"a process's {share} sequences of stages.{i} are no multiple of train.micro_batch = {micro}"
-    if p.expert > 1 and config.model.first_k_dense_replace >= config.model.num_hidden_layers:
-        return "expert", p.expert, "no layer has routed experts"
-    if config.model.num_experts % p.expert:
-        return "expert", p.expert, f"does not divide model.num_experts = {config.model.num_experts}"
-    return None
-
-
-def _remedy(config: Config, processes: int) -> str:
-    """The layout nearest to the one asked for, on these processes, or else the nearest number of them that has one."""
-    if processes == 1 and _problem(config, config.parallel, asked := size(config.parallel)) is None:
-        return f"start them by torchrun --nproc-per-node {asked}, or leave the axis at 1"
-    for count in sorted(range(1, 2 * processes + 1), key=lambda n: (abs(n - processes), -n)):
-        near = min(_possible(config, count), key=lambda p: _distance(p, config.parallel), default=None)
-        if near is not None:
-            layout = ", ".join(f"{name} = {getattr(near, name)}" for name in BUILT)
-            return f"the nearest possible layout is {layout}" + (f" on {count} processes" if count != processes else "")
-    return "start one process"  # which always can be
-
-
-def _possible(config: Config, processes: int) -> list[ParallelConfig]:
-    divisors = [n for n in range(1, processes + 1) if processes % n == 0]
-    several = itertools.product(divisors, divisors, divisors)
-    found = [ParallelConfig(r, processes // (r * e * c), e, c) for r, e, c in several if processes % (r * e * c) == 0]
-    return [p for p in found if _problem(config, p, processes) is None]
-
-
-def _distance(p: ParallelConfig, asked: ParallelConfig) -> float:
-    """Factors between two layouts, axis by axis; a tie goes to more shards."""
-    apart = sum(abs(math.log(getattr(p, name) / max(1, getattr(asked, name)))) for name in BUILT)
-    return apart - 1e-6 * p.data_shard
+    copy = within_stages(at.flatten(2), "data_replicate", "data")
+    stage = line(at.flatten(1), "stage").get_group()
+    grid, dense, peers = None, copy, stage
+    if p.tensor > 1:
+        grid = within_stages(at.flatten(2, 3).transpose(2, 3), "data_replicate", "tensor", "data")
+        dense = grid["data_replicate", "data"]
+        peers = line(at.flatten(1, 3).transpose(1, 2).flatten(0, 1), "peers").get_group()
+    context = line(at.view(-1, p.context, p.expert * p.tensor).transpose(1, 2).flatten(0, 1), "context") if p.context > 1 else None
+    pipelines = at.flatten(1).T
+    pipeline = line(pipelines, "pipeline") if p.pipeline > 1 else None
+    tensor = None if grid is None else grid["tensor"]
+    return Mesh(whole, dense, grid, copy, context, tensor, pipeline, pipelines.tolist(), stage, peers)

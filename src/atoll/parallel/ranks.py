@@ -1,7 +1,7 @@
 """What a process of a run knows of the others: its number, sums over all of them, and decisions taken once.
 
-`torchrun` starts the processes and names them in the environment. Everything here goes through the default process group, CPU
-tensors through gloo and CUDA tensors through NCCL, so a decision never waits for the GPU.
+`torchrun` starts the processes and names them in the environment. Everything here goes through the default process group
+(unless `apart`), CPU tensors through gloo and CUDA tensors through NCCL, so a decision never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     restarted: bool = False  # torchrun started these processes in place of ones that had died
+    own: dist.ProcessGroup | None = None  # what they speak through, in place of the default group
 
     @property
     def main(self) -> bool:
@@ -41,22 +42,26 @@ class Ranks:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of all of them; None of one process alone."""
-        return dist.group.WORLD if self.size > 1 else None
+        return (self.own or dist.group.WORLD) if self.size > 1 else None
+
+    def apart(self) -> Ranks:
+        """The same processes through a group of their own, on CPUs: for a thread beside the one that trains. All of them call it."""
+        return replace(self, own=dist.new_group(backend="gloo", timeout=TIMEOUT)) if self.size > 1 else self
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum `tensor` over the processes, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
 
     def max_(self, tensor: Tensor) -> None:
         """The elementwise maximum of `tensor` over the processes, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
 
     def from_main_(self, tensor: Tensor) -> None:
         """Rank 0's `tensor`, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, 0, group=self.group)
 
     def totals(self, counts: Sequence[int]) -> list[int]:
         """Integers summed over the processes."""
@@ -82,7 +87,7 @@ class Ranks:
         """What each process has found, by rank; on all of them."""
         every: list[Any] = [found] * self.size
         if self.size > 1:
-            dist.all_gather_object(every, found)
+            dist.all_gather_object(every, found, group=self.group)
         return every
 
     def on_main(self, work: Callable[[], T]) -> T:
@@ -94,7 +99,7 @@ class Ranks:
             if self.main:
                 found = [work(), True]
         finally:  # also when the work failed: the others must not wait for it
-            dist.broadcast_object_list(found, 0)
+            dist.broadcast_object_list(found, 0, group=self.group)
         if not found[1]:
             raise SystemExit(2)
         return found[0]
@@ -118,7 +123,7 @@ class Ranks:
             return
         fine = [False]
         if not self.main:
-            dist.broadcast_object_list(fine, 0)
+            dist.broadcast_object_list(fine, 0, group=self.group)
             if not fine[0]:
                 raise SystemExit(2)
             yield
@@ -127,7 +132,7 @@ class Ranks:
             yield
             fine = [True]
         finally:
-            dist.broadcast_object_list(fine, 0)
+            dist.broadcast_object_list(fine, 0, group=self.group)
 
 
 ALONE = Ranks()

@@ -3,7 +3,7 @@
 Matrices are cut by rows over the `data` axis of the dense mesh and come together a layer at a time while they are used; a stack of
 experts is cut by experts, first among their owners (the `expert` axis), then over `data_shard`. The rest, norms, decays, filters,
 depth queries, is a thousandth of the weights and stays whole on every process: it needs its own type (decay and filters are float32
-in a bfloat16 model) and would leave most processes with nothing.
+in a bfloat16 model) and would leave most processes with nothing. All of this is of what the tensor axis, which comes first, has left.
 
 In a bfloat16 model the cut matrices are held in float32, their masters, and rounded as they are brought together, so gradients are
 reduced and kept in float32.
@@ -22,11 +22,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.export import register_dataclass
 
+from atoll.config import ParallelConfig
 from atoll.nn.block_residual import Stream
 from atoll.nn.latent_moe import Experts
 from atoll.parallel.context import Context, cut_context
 from atoll.parallel.experts import share_out
+from atoll.parallel.images import look_together
 from atoll.parallel.mesh import Mesh
+from atoll.parallel.pipeline import Pipelined
+from atoll.parallel.pipeline_stages import cut_layers, layers_here
+from atoll.parallel.pipeline_wire import Wire
+from atoll.parallel.tensor import Kind, cut_tensor, kind_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -48,14 +54,21 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A cut model by parameter name. `held`: what this process steps, plain tensors; `cuts`: of those that are not whole."""
+    """A cut model by tensor name.
+
+    held: what this process steps, plain tensors. cuts: of parameters and buffers that are not whole. by_fsdp: parameters whose gradients
+    FSDP reduces. kinds: what the tensor axis does with each, see `parallel.tensor`; empty without it.
+    """
 
     model: nn.Module
     mesh: Mesh
     held: dict[str, nn.Parameter]
     cuts: dict[str, Cut]
+    by_fsdp: frozenset[str]
+    kinds: dict[str, Kind]
     num_parameters: int  # of the whole model, as a checkpoint stores them
     context: Context | None
+    pipeline: Pipelined | None  # the model as it is called where its layers are cut among processes
 
     def wrap(self, name: str, local: Tensor) -> Tensor:
         """A tensor that goes with the parameter `name` (its gradient, its momentum), as a DTensor when that is cut."""
@@ -65,7 +78,7 @@ class Sharded:
     def take_gradients(self) -> None:
         """Hand the gradients that FSDP has reduced to `held`. Of whole parameters they are still this process's own."""
         for name, p in self.model.named_parameters():
-            if name in self.cuts:
+            if name in self.by_fsdp:
                 self.held[name].grad = None if p.grad is None else cast(DTensor, p.grad).to_local()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -73,7 +86,8 @@ class Sharded:
         self.settle()
         state = self.model.state_dict()
         for name, cut in self.cuts.items():
-            state[name] = cut.wrap(self.held[name].detach().to(cut.dtype))
+            local = self.held[name].detach() if name in self.held else state[name]
+            state[name] = cut.wrap(local.to(cut.dtype))
         return {name: t.detach() for name, t in state.items()}
 
     def settle(self) -> None:
@@ -83,26 +97,43 @@ class Sharded:
                 module.reshard()
 
 
-def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
-    """Cut `model` (whole, the same on every process) over `mesh`, in place. `outputs`: the dataclass that its forward returns."""
+def shard(model: Any, mesh: Mesh, layout: ParallelConfig, outputs: type) -> Sharded:
+    """Cut `model` (whole, the same on every process) over `mesh`, that of `layout`, in place. `outputs`: the dataclass that its forward
+    returns."""
     for kind in (Stream, outputs):
         _register(kind)
-    count, dtypes = model.num_parameters(), {n: p.dtype for n, p in model.named_parameters()}
-    shapes = {n: p.shape for n, p in model.named_parameters()}
-    layers = model.language_model.model.layers
+    count, whole_ones = model.num_parameters(), {n: (t.shape, t.dtype) for n, t in model.state_dict().items()}
+    compute = model.language_model.lm_head.weight.dtype
+    pipeline = None
+    if mesh.pipeline is not None:
+        mine, every = cut_layers(model, layout, mesh.pipeline.get_local_rank())
+        pipeline = Pipelined(model, mine, every, Wire(mesh.pipelines), mesh.stage, compute)
+    kinds: dict[str, Kind] = {} if mesh.tensor is None else {n: kind_of(n) for n, _ in model.named_parameters()}
+    if mesh.tensor is not None:
+        cut_tensor(model, mesh.tensor)
     context = None if mesh.context is None else cut_context(model, mesh.context)
     for moe in model.moe_layers():
         if mesh.expert_size > 1:
             share_out(moe, mesh.whole["expert"])
-    whole = {p for n, p in model.named_parameters() if not _is_cut(n, p)}
-    compute = next(dtypes[n] for n, p in model.named_parameters() if p not in whole)
+    _apply_fsdp(model, mesh, {p for n, p in model.named_parameters() if not _is_cut(n, whole_ones[n][0])}, compute)
+    model.register_forward_hook(_let_go)
+    if model.vision_tower is not None:
+        look_together(model, mesh)
+    cuts = _cuts(model, mesh, kinds, whole_ones)
+    by_fsdp = frozenset(n for n, p in model.named_parameters() if isinstance(p, DTensor))
+    held = {n: _held(p) for n, p in model.named_parameters()}
+    return Sharded(model, mesh, held, cuts, by_fsdp, kinds, count, context, pipeline)
+
+
+def _apply_fsdp(model: Any, mesh: Mesh, whole: set[nn.Parameter], compute: torch.dtype) -> None:
+    """Cut all parameters but those of `whole` with FSDP2; they are brought together in type `compute`."""
     for p in model.parameters():
         if p not in whole and p.dtype in LOW_PRECISION:
             p.data = p.data.float()
     types = {"param_dtype": compute, "reduce_dtype": torch.float32} if compute in LOW_PRECISION else {}
     policy = MixedPrecisionPolicy(**types, cast_forward_inputs=False)
-    for layer in layers:
-        if mesh.expert_size > 1 and layer.block_sparse_moe is not None:
+    for layer in layers_here(model):
+        if _experts_apart(mesh) and layer.block_sparse_moe is not None:
             fully_shard(layer.block_sparse_moe.experts, mesh=mesh.experts, mp_policy=policy, ignored_params=whole)
         fully_shard(layer, mesh=mesh.dense, mp_policy=policy, ignored_params=whole)
     fully_shard(model, mesh=mesh.dense, mp_policy=policy, ignored_params=whole)
@@ -110,23 +141,33 @@ def shard(model: Any, mesh: Mesh, outputs: type) -> Sharded:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is divided by all processes' targets already
             module.set_force_sum_reduction_for_comms(True)
-    model.register_forward_hook(_let_go)
-    return Sharded(model, mesh, *_held(model, mesh, shapes, dtypes), count, context)
 
 
-def _held(
-    model: Any, mesh: Mesh, shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype]
-) -> tuple[dict[str, nn.Parameter], dict[str, Cut]]:
-    held, cuts = {}, {}
-    owned = {n for n, _ in _owned(model)} if mesh.expert_size > 1 else set()
-    for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            place = (mesh.whole, (Replicate(), Shard(0), Shard(0))) if name in owned else (mesh.dense, (Replicate(), Shard(0)))
-            cuts[name] = Cut(*place, shapes[name], dtypes[name])
-            held[name] = nn.Parameter(p.to_local().detach(), p.requires_grad)
+def _experts_apart(mesh: Mesh) -> bool:
+    """Whether experts are cut over other processes than the rest of their layer."""
+    return mesh.expert_size > 1 or mesh.tensor is not None
+
+
+def _held(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p
+
+
+def _cuts(model: Any, mesh: Mesh, kinds: dict[str, Kind], whole: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Cut]:
+    """How every tensor lies that is not whole on this process."""
+    owned = {n for n, _ in _owned(model)} if _experts_apart(mesh) else set()
+    cuts = {}
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        by_data = Shard(0) if isinstance(t, DTensor) else Replicate()
+        by_tensor = {"column": Shard(0), "row": Shard(1)}.get(kinds.get(name, ""), Replicate())
+        if name in owned:
+            place = (mesh.whole, (Replicate(), Shard(0), by_data))
+        elif mesh.grid is not None:
+            place = (mesh.grid, (Replicate(), by_tensor, by_data))
         else:
-            held[name] = p
-    return held, cuts
+            place = (mesh.dense, (Replicate(), by_data))
+        if any(isinstance(p, Shard) for p in place[1]) and name in whole:
+            cuts[name] = Cut(*place, *whole[name])
+    return cuts
 
 
 def _let_go(model: Any, args: Any, output: Any) -> None:
@@ -135,15 +176,16 @@ def _let_go(model: Any, args: Any, output: Any) -> None:
         model.reshard()
 
 
-def _owned(model: Any) -> Iterable[tuple[str, nn.Parameter]]:
+def _owned(model: Any) -> Iterable[tuple[str, Tensor]]:
+    """Stacks of experts, and of their scales."""
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            yield from ((f"{name}.{leaf}", p) for leaf, p in module.named_parameters())
+            yield from ((f"{name}.{leaf}", t) for leaf, t in module.state_dict().items())
 
 
-def _is_cut(name: str, p: nn.Parameter) -> bool:
+def _is_cut(name: str, shape: torch.Size) -> bool:
     """Matrices of more than one row, and stacks of experts. Filters [C,1,taps] are stacks of nothing."""
-    return (p.dim() == 2 and p.shape[0] > 1) or (p.dim() == 3 and ".experts." in name)
+    return (len(shape) == 2 and shape[0] > 1) or (len(shape) == 3 and ".experts." in name)
 
 
 # ---------------------------------------------------------------- what FSDP must see into

@@ -18,6 +18,8 @@ def audit(name: str, given: dict[str, Any], text: str | None = None, tokens: int
     if tokens < 1:
         raise UserError(f"tokens = {tokens}: 1 or more are expected")
     if name == "none":
+        if text is not None:
+            raise UserError(f"text = {text!r}: there is no model to run on it; give a run's folder, or leave --text out")
         return audits.report(audits.settings_of(ModelConfig(), **given))
     folder = Path(name).expanduser()
     if not folder.is_dir():

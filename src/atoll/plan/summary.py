@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.config import ModelConfig
-from atoll.plan import memory, meta, parameters
+from atoll.plan import flops, memory, meta, parameters
 
 
 def report(config: ModelConfig, build: bool = True) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def report(config: ModelConfig, build: bool = True) -> dict[str, Any]:
         },
         "weight_bytes": memory.weight_bytes(config),
         "state_bytes": memory.state_bytes(config),
+        "flops": flops.report(config),
     }
     if config.quantization != "none":
         from atoll.hub import quantized  # with torch, which the arithmetic does without
@@ -45,7 +46,7 @@ def report(config: ModelConfig, build: bool = True) -> dict[str, Any]:
 
 def render(plan: dict[str, Any]) -> str:
     """The plan as aligned text, at most 100 columns."""
-    parts = [_groups(plan), _convention(plan), _weights(plan["weight_bytes"]), _state(plan["state_bytes"])]
+    parts = [_groups(plan), _convention(plan), _weights(plan["weight_bytes"]), _state(plan["state_bytes"]), _flops(plan["flops"])]
     if "quantized" in plan:
         parts.append(_quantized(plan["quantized"]))
     return "\n\n".join(parts) + "\n"
@@ -117,6 +118,14 @@ def _state(sizes: dict[str, int]) -> str:
         "depth_bank_per_token": "bank over depth, bfloat16, a token (while computed)",
     }
     return _align([("state of one sequence", "bytes", ""), *((names[k], f"{v:,}", binary(v)) for k, v in sizes.items())])
+
+
+def _flops(found: dict[str, dict[str, int]]) -> str:
+    lengths = list(found)
+    rows = [("operations of a token, forward", *(f"{int(n) // 1024:,}K" for n in lengths))]
+    rows += [(name, *(short(found[n][name]) for n in lengths)) for name in found[lengths[0]]]
+    rows.append(("total; in training three times that", *(short(sum(found[n].values())) for n in lengths)))
+    return _align(rows, rule_before_last=True)
 
 
 def _align(rows: list[tuple[str, ...]], rule_before_last: bool = False) -> str:

@@ -39,6 +39,7 @@ def page(run: Run, pictures: dict[str, tuple[bytes, bytes]]) -> str:
         *(figure_of(p, pictures) for p in LEARNING),
         _stages(run),
         _samples(run),
+        _pictures(run),
         "<h2>Mechanisms</h2>",
         *(figure_of(p, pictures) for p in MECHANISMS),
         _loads(run),
@@ -137,6 +138,8 @@ def _headline(run: Run) -> str:
     own = number(final.get("bits_per_byte"))
     if not np.isfinite(own):
         return "<h2>Bits per byte on held-out files</h2>\n" + _latest_validation(run)
+    if run.config.data.kind == "images":
+        return f"<h2>Held-out pictures, in numbers</h2>\n{_read_aloud(final)}"
     rows = [("this model", own, True), ("gzip -9", number(final.get("gzip")), False), ("xz -9e", number(final.get("xz")), False)]
     rows = [row for row in rows if np.isfinite(row[1])]
     most = max(value for _, value, _ in rows)
@@ -148,6 +151,16 @@ def _headline(run: Run) -> str:
     )
     head = '<tr><th>less is better</th><th class="n">bits per byte</th><th class="n">model over it</th><th></th></tr>'
     return f"<h2>Bits per byte on held-out files</h2>\n<table>{head}\n{body}</table>\n<p>{text(_about_files(final))}</p>"
+
+
+def _read_aloud(final: Line) -> str:
+    """What was read right, and the loss on the text beside the pictures."""
+    rows = [
+        ("handwritten digits named right", f"{number(final.get('digit_accuracy')):.1%}", f"{final.get('digits')} digits"),
+        ("letters of unseen words", f"{number(final.get('character_accuracy')):.1%}", f"{final.get('characters')} letters"),
+        ("bits per byte of the text", f"{number(final.get('bits_per_byte')):.3f}", f"{final.get('pictures')} pictures asked about"),
+    ]
+    return table(("never trained on", "", "of"), [row for row in rows if "nan" not in row[1]])
 
 
 def _about_files(final: Line) -> str:
@@ -201,6 +214,22 @@ def _samples(run: Run) -> str:
     return head + lead + "\n".join(f"<h3>step {s['step']:,}</h3>\n<pre>{text(s.get('text', ''))}</pre>" for s in shown)
 
 
+def _pictures(run: Run) -> str:
+    """Held-out pictures, what the model said of them, and the truth where it said something else."""
+    shown = "".join(_picture(p) for p in run.pictures)
+    return (
+        f'<h2>Held-out pictures</h2>\n<p>What the model says, and the truth where that is not it.</p>\n<div class="pictures">{shown}</div>'
+        if shown
+        else ""
+    )
+
+
+def _picture(picture: Line) -> str:
+    said, truth = str(picture.get("said", "")), str(picture.get("truth", ""))
+    verdict = f'<b class="right">{text(said)}</b>' if said == truth else f'<b class="wrong">{text(said or "(nothing)")}</b> {text(truth)}'
+    return f'<figure><img alt="{text(truth)}" src="data:image/png;base64,{picture["png"]}"><figcaption>{verdict}</figcaption></figure>\n'
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -221,10 +250,18 @@ def _validations(run: Run) -> str:
     if not run.validations:
         return ""
     shown = [run.validations[i] for i in even(len(run.validations), 40)]
-    body = table(("step", "held-out bits per byte"), [(f"{v['step']:,}", f"{number(v.get('bits_per_byte')):.4f}") for v in shown])
+    names = [(key, head) for key, head in VALIDATED if any(key in v for v in shown)]
+    body = table(
+        ("step", *(head for _, head in names)), [(f"{v['step']:,}", *(f"{number(v.get(k)):.4f}" for k, _ in names)) for v in shown]
+    )
     return f"<details><summary>Validations, as numbers</summary>\n{body}</details>"
 
 
+VALIDATED = (
+    ("bits_per_byte", "held-out bits per byte"),
+    ("digit_accuracy", "digits named right"),
+    ("character_accuracy", "letters of unseen words"),
+)
 LOADS = (
     ("max_vio", "MaxVio of the worst layer: busiest expert's load over the mean, less 1"),
     ("max_vio_mean", "MaxVio, mean over layers"),

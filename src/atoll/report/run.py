@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ class Run:
     samples: list[Line]
     final: Line | None
     probes: list[tuple[int, Line]]  # (step, mechanisms as recorded)
+    pictures: list[Line]  # held-out pictures: png in base64, kind, truth, said
     damaged: int  # lines or probes that were not JSON
 
     @property
@@ -82,6 +84,7 @@ def read(folder: str | Path) -> Run:
         samples=_by_step(kinds.get("sample", [])),
         final=(kinds.get("final") or [None])[-1],
         probes=probes,
+        pictures=_read_pictures(folder / "pictures.json"),
         damaged=damaged + lost,
     )
 
@@ -117,6 +120,14 @@ def _read_lines(path: Path) -> tuple[list[Line], int]:
         else:
             lines.append(line)
     return lines, damaged
+
+
+def _read_pictures(path: Path) -> list[Line]:
+    """The pictures that an evaluation left; none where there is no such file, or a damaged one."""
+    found = _parse(path.read_bytes()) if path.is_file() else None
+    pictures = found.get("pictures") if found else None
+    kept = [p for p in pictures if isinstance(p, dict)] if isinstance(pictures, list) else []
+    return [p for p in kept if isinstance(p.get("png"), str) and re.fullmatch(r"[A-Za-z0-9+/=]+", p["png"])]
 
 
 def _parse(raw: bytes) -> Line | None:

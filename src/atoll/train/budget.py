@@ -81,6 +81,7 @@ class Costs:
 
 def _measure(config: Config, corpus: Any, out: Path, budget: float, ranks: Ranks) -> Costs:
     """Run every part once on a model that is thrown away. Every process of `ranks` comes to the same numbers."""
+    from atoll.evals.pictures import all_over_few
     from atoll.train.callbacks.probes import look
     from atoll.train.callbacks.samples import sample
     from atoll.train.finish import compressed, heldout
@@ -96,8 +97,11 @@ def _measure(config: Config, corpus: Any, out: Path, budget: float, ranks: Ranks
     saving = _seconds(lambda: _try_saving(trial), trial)
     end = validation + sampling + probing + saving
     if c.evaluate:
-        ranks.on_main(lambda: compressed(corpus))  # kept: its time is spent now, not at the end
-        end += validation * max(1.0, corpus.heldout.num_tokens / c.validate_tokens)
+        pictures = corpus.heldout.pictures
+        if pictures is None:
+            ranks.on_main(lambda: compressed(corpus))  # kept: its time is spent now, not at the end
+        times = corpus.heldout.num_tokens / c.validate_tokens if pictures is None else all_over_few(pictures.samples)
+        end += validation * max(1.0, times)
     end += saving * c.export + REPORT_SECONDS * c.report
     regular = (validation + probing) / c.validate_every + sampling / c.sample_every + saving / c.save_every
     return Costs(step + regular, end)

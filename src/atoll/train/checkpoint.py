@@ -45,10 +45,11 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, An
     Of several `ranks` all call it; cut tensors are DTensors.
     """
     final, aside = folder / f"step-{step}", folder / f"{ASIDE}{step}"
-    num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())  # of all processes: DTensors count as a whole
+    # Of all processes: DTensors count as a whole, and the stages of a pipeline have tensors of their own.
+    sizes = _joined(ranks, {name: t.numel() * t.element_size() for name, t in tensors.items()})
     try:
-        ranks.on_main(lambda: _begin(folder, aside, num_bytes))
-        _write_tensors(aside, tensors, ranks)
+        ranks.on_main(lambda: _begin(folder, aside, sum(sizes.values())))
+        _write_tensors(aside, tensors, sizes, ranks)
         files = _describe_all(aside, ranks)
         ranks.on_main(lambda: _end(aside, final, {"format": FORMAT, "step": step, **meta, "files": files}))
     except BaseException as error:  # DCP's CheckpointException is no Exception
@@ -82,23 +83,28 @@ def _describe_all(aside: Path, ranks: Ranks) -> dict[str, Any]:
     mine = sorted(p for p in aside.iterdir() if ranks.size == 1 or p.name.startswith(f"shard-{ranks.rank + 1:05d}-"))
     for path in mine:
         sync(path)
-    return {name: about for part in ranks.gather({p.name: _describe(p) for p in mine}) for name, about in part.items()}
+    return _joined(ranks, {p.name: _describe(p) for p in mine})
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+def _joined(ranks: Ranks, found: dict[str, Any]) -> dict[str, Any]:
+    """What the processes have found, by name; the same on all of them."""
+    return {name: about for part in ranks.gather(found) for name, about in part.items()}
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], sizes: dict[str, int], ranks: Ranks) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
     shard, size, where = 1, 0, {}
-    for name, tensor in tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
+    for name, num_bytes in sizes.items():
         if size and size + num_bytes > SHARD_BYTES * ranks.size:
             shard, size = shard + 1, 0
         where[name], size = shard, size + num_bytes
     alone = ranks.size == 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns that this is one process, which is meant
-        dcp_save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), where, save_distributed=not alone), no_dist=alone)
+        writer = HuggingFaceStorageWriter(str(folder), where, save_distributed=not alone)
+        dcp_save(tensors, storage_writer=writer, process_group=ranks.own, no_dist=alone)
 
 
 def _require_space(folder: Path, num_bytes: int) -> None:
@@ -203,16 +209,16 @@ def clean(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def load(path: Path, tensors: dict[str, Tensor], prefix: str = "") -> None:
+def load(path: Path, tensors: dict[str, Tensor], prefix: str = "", ranks: Ranks = ALONE) -> None:
     """Read the checkpoint at `path` (already checked) into `tensors`, in place: all of it, or all whose names start with `prefix`.
 
-    Raises `UserError` if it is another model's.
+    Of several `ranks` all call it, and together they ask for all of it. Raises `UserError` if it is another model's.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
     stored = {name: shape for name, shape in Contents(path).shapes.items() if name.startswith(prefix)}
-    here = {name: tuple(t.shape) for name, t in tensors.items()}
+    here = _joined(ranks, {name: tuple(t.shape) for name, t in tensors.items()})
     for name in sorted(stored.keys() ^ here.keys()):
         where = "in the checkpoint but not" if name in stored else "not in the checkpoint but"
         raise UserError(f"{path}: {name} is {where} in this model; resume with the run's own config.toml")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
+from atoll.train import checkpoint
 from atoll.train.callbacks.base import record
 from atoll.train.callbacks.metrics import MetricsFile
 from atoll.train.screen import duration
@@ -28,7 +30,7 @@ def finish(trainer: Trainer) -> None:
         line = final_line(trainer)
         record(trainer, line)
         metrics.sync()
-        trainer.screen.say(_verdict(line, trainer.config.data.kind))
+        trainer.screen.say(_verdict(line, "text" if trainer.corpus.heldout.trained is None else trainer.config.data.kind))
     if c.export:
         ranks.on_main(lambda: _export(trainer))
     if c.report:
@@ -37,13 +39,15 @@ def finish(trainer: Trainer) -> None:
 
 def _export(trainer: Trainer) -> None:
     from atoll.hub.export import save
-    from atoll.train.weights import export_step
+    from atoll.train.weights import export_step, model_at
 
     for leftover in trainer.out.glob(".model.*"):  # of an export that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     folder, tokenizer = trainer.out / "model", trainer.corpus.tokenizer
     if trainer.ranks.size == 1:
         save(trainer.model, folder, tokenizer)
+    elif trainer.config.model.quantization != "none":  # a group is packed from weights and scales together
+        save(model_at(trainer.out / "checkpoints" / f"step-{trainer.step}"), folder, tokenizer)
     else:
         export_step(trainer.out / "checkpoints" / f"step-{trainer.step}", trainer.config, folder, tokenizer)
     trainer.screen.say(f"model: {folder}")
@@ -59,8 +63,10 @@ def _report(trainer: Trainer) -> None:
 
 
 def final_line(trainer: Trainer) -> dict[str, Any]:
-    """Bits per byte of the whole held-out split, and of gzip and xz on the same files one by one."""
+    """Bits per byte of the whole held-out split, and of gzip and xz on the same files one by one; of pictures what was said of them."""
     corpus = trainer.corpus
+    if corpus.heldout.pictures is not None:
+        return {"kind": "final", **heldout(trainer, None)}
     return {
         "kind": "final",
         **heldout(trainer, None),
@@ -85,20 +91,39 @@ _KNOWN: dict[int, dict[str, float]] = {}
 
 
 def _verdict(line: dict[str, Any], kind: str) -> str:
+    if kind == "images":
+        from atoll.evals.pictures import described
+
+        return described(line)
     if kind == "chat":
         return (
             f"{line['bits_per_byte']:.4f} bits per byte, {line['nats_per_token']:.4f} nats a token of what the assistants say in "
             f"{line['files']:,} held-out conversations ({line['bytes']:,} bytes); gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"
         )
+    if kind == "synthetic":
+        return f"{line['nats_per_token']:.4f} nats a token of the answers to {line['files']:,} held-out tasks; see atoll eval --suite"
     tests = {True: ", the library's tests among them", False: ", without the library's tests"}.get(line["has_tests"], "")
     size = f"{line['files']:,} held-out files ({line['bytes'] / 1e6:.2f} MB{tests})"
     return f"{line['bits_per_byte']:.4f} bits per byte on {size}; gzip -9 {line['gzip']:.4f}, xz -9e {line['xz']:.4f}"
+
+
+def look(trainer: Trainer, tokens: int | None) -> dict[str, float]:
+    """`heldout` of pictures: the loss beside them, and how many of the answers about them are right; at the end (None) pictures.json."""
+    from atoll.evals.pictures import measure
+
+    length = trainer.stages[-1].length
+    measured, shown = measure(trainer.model, trainer.corpus, length, tokens, stop=trainer.ranks.size == 1)
+    if shown and trainer.ranks.main:
+        checkpoint.write_whole(trainer.out / "pictures.json", json.dumps({"step": trainer.step, "pictures": shown}))
+    return measured
 
 
 def heldout(trainer: Trainer, tokens: int | None) -> dict[str, float]:
     """{"bits_per_byte", "nats_per_token"} of a fixed choice of about `tokens` held-out tokens (None: of all, with progress)."""
     from atoll.evals.bpb import bits_per_byte
 
+    if trainer.corpus.heldout.pictures is not None:
+        return look(trainer, tokens)
     begun = time.monotonic()
 
     def progress(share: float) -> None:

@@ -32,6 +32,7 @@ FREE = {
         "gradient_checkpointing",
         "save_every",
         "keep",
+        "async_save",
         "evaluate",
         "report",
         "export",

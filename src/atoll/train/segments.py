@@ -89,7 +89,7 @@ class _Row:
         for layer in cache.layers:
             if isinstance(layer, DeltaCarry):
                 assert layer.next is not None
-                after.append(DeltaState(*(self._keep(t) for t in (layer.next.state, layer.next.window))))
+                after.append(DeltaState(self._keep(layer.next.state), self._keep(layer.next.window)))
         if not self.states:
             self.states.append([DeltaState() for _ in after])
         self.states.append(after)
@@ -153,7 +153,7 @@ class _Row:
         self.state_grads = []
         for layer in cache.layers:
             if isinstance(layer, DeltaCarry):
-                self.state_grads.append(DeltaState(*(None if t is None else t.grad for t in (layer.state, layer.window))))
+                self.state_grads.append(DeltaState(_grad(layer.state), _grad(layer.window)))
             elif self.latent_grads and layer.prefix is not None:
                 assert layer.prefix.grad is not None
                 next(rows)[:, place] += layer.prefix.grad.to(self.store)
@@ -202,6 +202,10 @@ def accumulate_rows(model: Any, ids: Tensor, labels: Tensor, bounds: Tensor, how
     for start in range(0, edges[-1], how.length):
         loss += accumulate_row(model, ids, targets, cut(edges, start, start + how.length, how.size), weights, how.offload)
     return loss
+
+
+def _grad(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.grad
 
 
 def _to(x: Tensor | None, device: torch.device) -> Tensor | None:

@@ -87,5 +87,5 @@ def build(config: Config, resumed: bool = False, ranks: Ranks = ALONE) -> tuple[
     from atoll.model import Output
     from atoll.parallel import ShardedOptimizer, make_mesh, shard
 
-    sharded = shard(model, make_mesh(config.parallel, device.type), Output)
-    return model, ShardedOptimizer(sharded, ranks, config.optim, config.model, ns_dtype)
+    sharded = shard(model, make_mesh(config.parallel, device.type), config.parallel, Output)
+    return sharded.pipeline or model, ShardedOptimizer(sharded, ranks, config.optim, config.model, ns_dtype)

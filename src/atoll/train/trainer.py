@@ -12,6 +12,7 @@ import torch
 from atoll import parallel
 from atoll.config import Config, UserError
 from atoll.data import Corpus, open_corpus
+from atoll.data.images.balance import step_rows
 from atoll.data.packing import ConversationSampler, open_sampler
 from atoll.optim.schedule import factor
 from atoll.parallel.ranks import ALONE, Ranks
@@ -21,10 +22,11 @@ from atoll.train.callbacks import Callback, standard
 from atoll.train.finish import finish
 from atoll.train.guard import Guard
 from atoll.train.host import peak_memory
+from atoll.train.saver import Saver
 from atoll.train.screen import Screen
 from atoll.train.signals import StopSignals
 from atoll.train.stages import Stage, plan, stage_at
-from atoll.train.step import StepResult, micro_batches, train_step
+from atoll.train.step import StepResult, row_batches, train_step
 
 GIVE_UP = 50  # skipped steps in a row after which a run is beyond help
 
@@ -115,6 +117,7 @@ class Trainer:
         self.steps, self.step = config.train.steps, 0
         self.stages = plan(config.stages, self.steps)
         self.samplers = [open_sampler(corpus.train, s.length, config.data.seed + s.index) for s in self.stages]
+        self.saver = Saver(out / "checkpoints", config.train.keep, config.train.async_save, ranks)
         self.callbacks: list[Callback] = []
         self.watchers: list[Callback] = []
         self.stopping = False  # asked to stop: the step just done is the last
@@ -125,7 +128,7 @@ class Trainer:
     def fit(self) -> bool:
         """Train to the last step. False when it was asked to stop before; then a checkpoint was saved."""
         self.callbacks = [*self.watchers, *standard(self.config.train, self.ranks.main)]
-        with StopSignals() as signals:
+        with StopSignals() as signals, self.saver:
             for callback in self.callbacks:
                 callback.start(self)
             pending: tuple[StepResult, Stage, float] | None = None
@@ -155,10 +158,10 @@ class Trainer:
     def train_step(self, stage: Stage) -> StepResult:
         """The optimizer step after `step`, on the samples that its number gives."""
         o, (place, places) = self.config.optim, parallel.place(self.config.parallel, self.ranks.rank)
-        share = stage.batch // places
-        first = stage.first_sample(self.step) + place * share
+        sampler = self.samplers[stage.index]
+        rows = step_rows(sampler, stage.first_sample(self.step), stage.batch, place, places)
         micro = self.config.train.micro_batch if stage.micro_batch is None else stage.micro_batch
-        batches = micro_batches(self.samplers[stage.index], first, share, micro)
+        batches = row_batches(sampler, rows, micro)
         self.model.gradient_checkpointing = self.config.train.gradient_checkpointing if stage.recompute is None else stage.recompute
         rate = self.learning_rate(self.step, o.warmup, o.min_lr)
         return train_step(self.model, self.optimizer, self.guard, batches, rate, self.ranks, stage.segments)
@@ -201,6 +204,7 @@ class Trainer:
             "peak_memory": peak_memory(self.device),
             **balance_line(result.balance, self.config),
             "skipped": skipped,
+            **self.saver.take(),
         }
 
     # ---------------------------------------------------------------- saving and going on
@@ -228,9 +232,8 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Write the checkpoint of this step, unless it is there already."""
-        c = self.config.train
-        checkpoint.save(self.out / "checkpoints", self.step, self.tensors(), self.meta(), c.keep, self.ranks)
+        """Write the checkpoint of this step, or begin to; see `train.saver`."""
+        self.saver.save(self.step, self.tensors(), self.meta())
 
     def restore(self) -> None:
         """Go back to the newest whole checkpoint in the folder, or to step 0. Raises `UserError` when it does not fit this run."""
@@ -238,7 +241,7 @@ class Trainer:
         if found is not None:
             path, meta = found
             tensors = self.tensors()
-            checkpoint.load(path, tensors)
+            checkpoint.load(path, tensors, ranks=self.ranks)
             states = {n.removeprefix("rng."): t for n, t in tensors.items() if n.startswith("rng.")}
             checkpoint.set_rng_state(states, self.device)
             self.step = int(meta["step"])

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atoll.data.loader import Sampler, make_batch
+from atoll.data.packing import open_sampler
+from atoll.evals.pictures import arguments
 from atoll.train import checkpoint
 from atoll.train.callbacks.base import Callback
 
@@ -37,15 +39,12 @@ def look(trainer: Trainer) -> dict[str, Any]:
     """{"depth_weights": [[name, weights]], "depth_rms": [[sublayer, of its output, of the running sum]], "decay": [[layer, log decays]],
     "load": [[tokens an expert]]}, plain numbers."""
     length = trainer.stages[0].length
-    batch = make_batch(Sampler(trainer.corpus.heldout, length, 0), 0, max(1, TOKENS // length))
+    token_set = trainer.corpus.heldout
+    rows = Sampler(token_set, length, 0) if token_set.pictures is None else open_sampler(token_set, length, 0)
+    batch = make_batch(rows, 0, max(1, TOKENS // length))
     seen: dict[str, Any] = {}
     trainer.model.eval()
-    trainer.model(
-        batch.input_ids.to(trainer.device),
-        cu_seqlens=batch.cu_seqlens.to(trainer.device),
-        labels=batch.labels.to(trainer.device),
-        record=seen,
-    )
+    trainer.model(**{k: t.to(trainer.device) for k, t in arguments(batch).items()}, record=seen)
     trainer.model.train()
     return {
         "depth_weights": [[name, _numbers(weights)] for name, weights in seen.get("depth_weights", [])],

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 SHOWN = (
     *("loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_second"),
+    *("digit_accuracy", "character_accuracy"),
     *("max_vio", "max_vio_mean", "dead_experts", "dead_share", "dropped_share", "balance_loss"),
 )
 

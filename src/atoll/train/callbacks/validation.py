@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from atoll.evals.pictures import described
 from atoll.train.callbacks.base import Callback, record
 from atoll.train.finish import heldout
 
@@ -20,5 +21,10 @@ class Validation(Callback):
     def act(self, trainer: Trainer) -> None:
         measured = heldout(trainer, trainer.config.train.validate_tokens)
         record(trainer, {"kind": "validation", "step": trainer.step, **measured})
-        what = "text" if trainer.config.data.kind == "text" else f"replies, {measured['nats_per_token']:.4f} nats a token"
+        if trainer.corpus.heldout.pictures is not None:
+            trainer.screen.say(f"step {trainer.step:,}: {described(measured)}")
+            return
+        kinds = {"chat": "replies", "synthetic": "answers"}
+        kind = "text" if trainer.corpus.heldout.trained is None else kinds[trainer.config.data.kind]
+        what = kind if kind == "text" else f"{kind}, {measured['nats_per_token']:.4f} nats a token"
         trainer.screen.say(f"step {trainer.step:,}: {measured['bits_per_byte']:.4f} bits per byte on held-out {what}")
